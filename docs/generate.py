@@ -191,8 +191,9 @@ def api_page() -> str:
         "",
         "`import flatout` loads neither torch nor anything else; each name is loaded when it is first used.",
     ]
-    for name in sorted(flatout.__all__, key=str.lower):
-        value = getattr(flatout, name)
+    names = {name: getattr(flatout, name) for name in flatout.__all__}
+    names |= {f"kernels.{name}": getattr(flatout.kernels, name) for name in flatout.kernels.__all__}
+    for name, value in sorted(names.items(), key=lambda one: one[0].lower()):
         if isinstance(value, str) or not callable(value):
             continue
         lines += ["", f"## {name}", "", "```python", _signature(name, value), "```", "", _prose(value)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flatout import errors as errors
+    from flatout import kernels as kernels
     from flatout import models as models
     from flatout import plan as plan
     from flatout.application.check import CheckResult, check
@@ -170,7 +171,7 @@ _HOMES = {
 }
 
 
-_MODULES = ("errors", "models", "plan")
+_MODULES = ("errors", "kernels", "models", "plan")
 """Modules that `import flatout` is enough for."""
 
 

@@ -11,8 +11,14 @@ tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices
     OMP_NUM_THREADS        threads for the CPU work of torch
     ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
     LD_PRELOAD             whether another allocator is in place already
+    CUDA_HOME, CUDA_PATH   where nvcc is
+    TORCH_CUDA_ARCH_LIST   the GPU architectures that CUDA sources are built for
+    TORCH_EXTENSIONS_DIR   where torch itself builds extensions
+    ASAN_OPTIONS           what AddressSanitizer is told, in a process of ours that runs under it
+    TRITON_INTERPRET       whether Triton kernels run in Python, without a GPU
     PYTHONPATH             where a script's own modules are looked for, after its folder
     _FLATOUT_FOLLOWED_INTO where processes that a script under `flatout run` starts keep their records (set by that run)
+    _FLATOUT_SANITIZE      extensions are built with AddressSanitizer (set for a process that runs under it)
     _FLATOUT_COMPLETE      a shell asks for completions of a command line
     RANK                   which of several processes this one is (set by torchrun)
 """
@@ -122,6 +128,39 @@ def rank() -> int | None:
 def cpp_compiler() -> str:
     """The C++ compiler that torch.compile will call: CXX, else g++."""
     return os.environ.get("CXX") or "g++"
+
+
+def cuda_home() -> str:
+    """The folder of the CUDA toolkit that the user names; '' if none is named."""
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH", "")
+
+
+def cuda_architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST; '' if unset: the architectures of the GPUs that are here."""
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+
+
+def torch_extensions_dir() -> Path:
+    """Where `torch.utils.cpp_extension.load` builds, and leaves its lock files."""
+    own, shared = os.environ.get("TORCH_EXTENSIONS_DIR"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(shared or os.path.expanduser("~/.cache")) / "torch_extensions"
+
+
+def sanitizes_extensions() -> bool:
+    """Does this process run under AddressSanitizer, so that extensions are to be built with it?"""
+    return bool(os.environ.get("_FLATOUT_SANITIZE"))
+
+
+def kernel_environment(*, interprets_triton: bool, sanitizer: str | None = None) -> dict[str, str]:
+    """Of the process that checks a user's kernel. sanitizer: the library of AddressSanitizer, to run under it."""
+    found = {**os.environ, **inductor_cache()}
+    if interprets_triton:
+        found = {"TRITON_INTERPRET": "1", **found}
+    if sanitizer is None:
+        return found
+    told = ":".join(part for part in (os.environ.get("ASAN_OPTIONS", ""), "detect_leaks=0") if part)
+    preloaded = " ".join(part for part in (sanitizer, preloaded_libraries()) if part)
+    return {**found, "LD_PRELOAD": preloaded, "ASAN_OPTIONS": told, "_FLATOUT_SANITIZE": "1"}
 
 
 DETERMINISTIC = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

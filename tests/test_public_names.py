@@ -67,12 +67,24 @@ for found in pkgutil.walk_packages(flatout.__path__, "flatout."):
 modules = [name for name in flatout.__all__ if isinstance(getattr(flatout, name), types.ModuleType)]
 assert not modules, modules
 assert all(map(callable, (flatout.tune, flatout.run, flatout.check, flatout.export, flatout.predict)))
+assert all(map(callable, (flatout.kernels.load, flatout.kernels.check)))
 """
 
 
 def test_no_module_of_the_package_hides_a_public_name(python: Python) -> None:
     done = python("-c", EVERY_MODULE)
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_has_names_of_its_own() -> None:
+    assert flatout.kernels.__all__ == sorted(set(flatout.kernels.__all__)) == dir(flatout.kernels)
+    for name in flatout.kernels.__all__:
+        value = getattr(flatout.kernels, name)
+        assert value.__name__ == name
+        assert value.__doc__
+        assert not value.__doc__.startswith(f"{name}(")
+    with pytest.raises(AttributeError, match=r"'flatout\.kernels' has no attribute 'lood'"):
+        flatout.kernels.lood  # noqa: B018
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

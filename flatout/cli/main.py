@@ -68,6 +68,7 @@ VERBS = {
     "generate": Verb,
     "tune-inference": Verb,
     "export": Verb,
+    "kernel": Verb,
     "compare": Verb,
     "report": Verb,
     "clean": Verb,
@@ -105,6 +106,8 @@ flatout predict ./bert questions.jsonl --plan serving.toml --out results""",
 flatout generate ./gpt2 --prompts prompts.jsonl --out texts.jsonl""",
     "tune-inference": """flatout tune-inference net.py:make images.npz --out serving.toml""",
     "export": """flatout export net.py:make --input 'float32[1,3,224,224]' --format pt2,onnx""",
+    "kernel": """flatout kernel check rms_norm.py
+flatout kernel check kernels.py:RMSNorm --device cpu --quick""",
     "compare": """flatout compare baseline.json candidate.json
 flatout compare baseline/ candidate/ --fail-if slower --threshold 3%""",
     "report": """flatout report flatout-report.json flatout-run.json

@@ -18,15 +18,15 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.environment import cache_dir, cpp_compiler
+from flatout.environment import cpp_compiler
 from flatout.errors import MachineError
+from flatout.kernels.own_folder import Refused, check_ours, own_folder
 
 SOURCES = Path(__file__).parent / "native_sources"
 _FLAGS = (
@@ -52,19 +52,15 @@ class Native:
     """Where it was built, or why it was not."""
 
 
-class _Refused(OSError):
-    """The cache cannot be trusted; the text says why."""
-
-
 @functools.cache
 def native(name: str = "decoder") -> Native:
     """The library of this name; built if there is no build of these sources for this processor."""
     try:
-        folder = _folder()
+        folder = own_folder("native")
         kept = _kept(folder, name)
         if kept is not None:
             return Native(library=ctypes.CDLL(str(kept)), reason=str(kept))
-    except _Refused as error:
+    except Refused as error:
         return Native(library=None, reason=str(error))
     except OSError:  # whole, but the system cannot load it (another C library, say): build it again
         pass
@@ -90,32 +86,12 @@ def _fresh(name: str) -> Native:
     if not compiler or shutil.which(compiler[0]) is None:
         return Native(library=None, reason=f"there is no C++ compiler {command!r}")
     try:
-        built = _built(_folder(), name, compiler)
+        built = _built(own_folder("native"), name, compiler)
         return Native(library=ctypes.CDLL(str(built)), reason=str(built))
-    except _Refused as error:
+    except Refused as error:
         return Native(library=None, reason=str(error))
     except (OSError, subprocess.SubprocessError) as error:
         return Native(library=None, reason=f"{command} did not build it: {_last_line(error)}")
-
-
-def _folder() -> Path:
-    """Where builds are kept: made for this user alone. _Refused where others could put their own code into it."""
-    folder = cache_dir() / "native"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_ours(folder)
-    return folder
-
-
-def _check_ours(path: Path) -> None:
-    found = path.stat()
-    if not hasattr(os, "getuid"):
-        raise _Refused("this system does not report who else can write to a folder")
-    if found.st_uid not in (os.getuid(), 0):
-        remedy = "set FLATOUT_CACHE_DIR to a folder of your own"
-        raise _Refused(f"{path} belongs to user {found.st_uid}, whose code would be loaded; {remedy}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        remedy = f"chmod go-w {shlex.quote(str(path))}"
-        raise _Refused(f"others can write {path} (mode {stat.S_IMODE(found.st_mode):o}); {remedy}")
 
 
 def _kept(folder: Path, name: str) -> Path | None:
@@ -126,12 +102,12 @@ def _kept(folder: Path, name: str) -> Path | None:
     """
     record = folder / f"{name}-{_key(name)}"
     try:
-        _check_ours(record)
+        check_ours(record)
         checksum = record.read_text().strip()
         library = folder / f"{record.name}-{checksum[:16]}.so"
-        _check_ours(library)
+        check_ours(library)
         whole = hashlib.sha256(library.read_bytes()).hexdigest() == checksum
-    except _Refused:
+    except Refused:
         raise
     except (OSError, UnicodeDecodeError):
         return None

@@ -1,6 +1,6 @@
 """What Flatout has left on this machine, and its removal: `flatout clean`.
 
-    FLATOUT_CACHE_DIR, else ~/.cache/flatout   ceilings/, native/, inductor/, tunes.json
+    FLATOUT_CACHE_DIR, else ~/.cache/flatout   ceilings/, native/, extensions/, inductor/, tunes.json
     /var/tmp and TMPDIR                        flatout-trials-*: the folders of tunes that were killed
     FLATOUT_RUNS_DIR, else XDG_RUNTIME_DIR     run-*: the last state of runs that have ended
 
@@ -29,6 +29,7 @@ from flatout.script.work_folder import leftover_folders, remove_leftover
 KEPT = {
     "ceilings": "what this machine can do, as measured here",
     "native": "compiled kernels",
+    "extensions": "what flatout.kernels.load built",
     "inductor": "what torch.compile made",
     "tunes.json": "what earlier tunes measured",
 }
@@ -36,6 +37,7 @@ KEPT = {
 OWN_NAMES = {
     "ceilings": re.compile(r".+-torch-.+\.json|\.ceilings-.*"),
     "native": re.compile(r"[a-z_]+-[0-9a-f]{16}(-[0-9a-f]{16}\.so)?|\.build-.*"),
+    "extensions": re.compile(r"\w+-[0-9a-f]{16}(-[0-9a-f]{16}\.so)?|\.build-.*|\.lock-[0-9a-f]"),
 }
 """Patterns of Flatout's own files. A folder that holds anything else is left alone: FLATOUT_CACHE_DIR may be a folder
 in which the user has a `native` of their own."""

@@ -40,6 +40,8 @@ LEAST_WINDOWS, MOST_WINDOWS = 4, 400
 UNDECIDED_SHARE = 0.05
 """Share of the budget by which it may take longer where the gain is not yet certain: without another pair, everything
 that was found would be dropped."""
+LARGE_GAIN, LARGE_UNDECIDED_SHARE = 1.5, 0.15
+"""A ratio beyond which the share is larger: there is much to lose, and a machine must be very busy to hide it."""
 LEAST_SHARE_BEYOND = 0.1
 """Share of the budget by which it may be exceeded for the fewest pairs that can decide."""
 MOST_STARTS = 40
@@ -106,7 +108,8 @@ def compare_in_fresh_processes(
         too_few = undecided and len(groups) < LEAST_PROCESS_PAIRS
         most = available
         if undecided and not (too_few and started):
-            most += UNDECIDED_SHARE * deadline.budget_seconds
+            share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
+            most += share * deadline.budget_seconds
         if too_few and not started:
             most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
         if spent + spent / len(groups) > most and len(groups) >= least:
@@ -168,9 +171,21 @@ def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparis
     whole = _compared(every, least_gain)
     if not whole.has_interval:
         return whole
-    half = _half_width([math.log(_compared(group, least_gain).ratio) for group in groups])
-    low, high = (min(whole.low, whole.ratio * math.exp(-half)), max(whole.high, whole.ratio * math.exp(half)))
-    return whole.with_interval(low, high, least_gain)
+    low, high = _interval([math.log(_compared(group, least_gain).ratio) for group in groups], math.log(whole.ratio))
+    return whole.with_interval(min(whole.low, math.exp(low)), max(whole.high, math.exp(high)), least_gain)
+
+
+def _interval(logs: Sequence[float], centre: float) -> tuple[float, float]:
+    """95 % interval of the log ratio, given that of each pair of processes.
+
+    The narrower of two: by what the pairs vary, and from the lowest to the highest that any of the pairs would give by
+    itself. Two pairs that differ say little of how much pairs vary, but two large gains remain large.
+    """
+    together, alone = _half_width(logs), _half_width(logs[:1])
+    apart = min(logs) - alone, max(logs) + alone
+    if apart[1] - apart[0] < 2 * together:
+        return apart
+    return centre - together, centre + together
 
 
 def _half_width(logs: Sequence[float]) -> float:

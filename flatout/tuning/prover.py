@@ -305,7 +305,7 @@ class Prover:
         """Why it diverges beyond what noise explains. The run that measures the noise is made only if needed, and if
         there is time."""
         reason = judge.diverges(plain, checked)
-        if reason is None or not self.has_time_for(1):
+        if reason is None or not self.has_time_for(1, self._latest):
             return reason
         noise = judge.typical_gradient_difference(checked)
         noisy = self._record([], role="checked", gradient_noise=noise, then=choices)

@@ -18,9 +18,9 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,12 +55,21 @@ Copies = tuple[nn.Module, Optimizer, LossFn]
 SEED = 20_261_122
 FIRST_STEPS = 2
 """Steps that pass before a trial takes commands: the optimizer creates its state in the first."""
+LONG_FIRST_SECONDS = 1.0
+"""First steps that take longer are made once, and later trials start from a copy of what they led to."""
 
 
 class Timed(Protocol):
     """Wraps a call, whose time counts as of this kind."""
 
     def __call__(self, kind: str, call: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+class Begun(NamedTuple):
+    """A copy after the first steps, and the generators."""
+
+    copies: Copies
+    generators: Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,9 @@ class StepTrials:
     afresh: str = "on new copies"
     starts_overlap: bool = False
     """Copies are made one at a time."""
+    begun: list[Begun] = field(default_factory=list, repr=False)
+    """What the plain step is after its first steps, once a trial has made them and they took long: later trials start
+    from there."""
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> StepTrial:
         return StepTrial(self, choices)
@@ -121,17 +133,15 @@ class StepTrial:
         self._generators: Mapping[str, object] = {}
         self._steps = 0
         self.isolation: Mapping[str, object] = {}
+        self.startup_seconds: float | None = None
         self.start_seconds: float | None = None
+        """What a later trial takes to start, where it need not make the first steps."""
 
     def __enter__(self) -> StepTrial:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def startup_seconds(self) -> float | None:
-        return self.start_seconds
 
     @property
     def alive(self) -> bool:
@@ -142,20 +152,38 @@ class StepTrial:
 
     def start(self, timeout_seconds: float = 0.0) -> None:
         began = time.perf_counter()
-        step = self._trials.step
-        self._copies = model, optimizer, _ = copies_of(step.model, step.optimizer, step.loss_fn)
+        step, begun = self._trials.step, None if self._from_start else next(iter(self._trials.begun), None)
+        copied = (step.model, step.optimizer, step.loss_fn) if begun is None else begun.copies
+        self._copies = model, optimizer, _ = copies_of(*copied)
         self._subject = Subject()
         self._subject.modules.add(model)
         self._subject.optimizers.add(optimizer)
         self._watch, self._device = WatchedStep(self._subject), device_of(self._subject)
         self._batches = itertools.cycle(self._trials.batches)
+        self.start_seconds = None
+        if begun is None:
+            self._make_first_steps()
+        else:
+            self._generators, self._steps = begun.generators, FIRST_STEPS
+            for _ in range(FIRST_STEPS):
+                next(self._batches)
+        self.startup_seconds = time.perf_counter() - began
+        self.start_seconds = self.start_seconds or self.startup_seconds
+
+    def _make_first_steps(self) -> None:
+        began = time.perf_counter()
         with generators_kept():
             seed_generators(SEED)
             self._generators = generator_states()
         with self._running(()) as take:
             for _ in range(FIRST_STEPS):
                 take()
-        self.start_seconds = time.perf_counter() - began
+        before = time.perf_counter()
+        if self._from_start or self._device.kind != "cpu" or before - began < LONG_FIRST_SECONDS:
+            return  # a GPU rarely has room for one more copy
+        with contextlib.suppress(TrialError):  # too little memory for one more copy: every trial makes these steps
+            self._trials.begun[:] = [Begun(copies_of(*self._copies_or_fail()), self._generators)]
+            self.start_seconds = time.perf_counter() - before
 
     def close(self) -> None:
         self._copies = None

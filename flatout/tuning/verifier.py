@@ -168,7 +168,8 @@ class Verifier:
 
     def _find_failed(self, proof: Proof) -> list[FailedClaim]:
         """Bisect for the first lever with which the numbers go wrong: over prefixes of the levers with the failed
-        claim, on top of all those with a stricter one. All candidates, where time is too short to find out."""
+        claim, on top of all those with a stricter one. All candidates, where time is too short to find out: whether
+        they may be reduced was seen of all of them together."""
         failed = proof.claims[-1]
         suspects = [choice for choice in self.state.kept if choice.label in failed.levers]
         sound = {label for claim in proof.claims[:-1] for label in claim.levers}
@@ -176,7 +177,8 @@ class Verifier:
         while high - low > 1:
             if not self._prover.has_time_for(1):
                 reason = f"{last.reason} (one of {high - low}; no time was left to find out which)"
-                return [FailedClaim(choice, reason, may_be_reduced=False) for choice in suspects[low:]]
+                may_be_reduced = last.claims[-1].may_be_reduced
+                return [FailedClaim(choice, reason, may_be_reduced) for choice in suspects[low:high]]
             middle = (low + high) // 2
             self._progress(f"the numbers are wrong; finding the lever ({high - low} left)")
             tried = [c for c in self.state.kept if c.label in sound or c in suspects[:middle]]

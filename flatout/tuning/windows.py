@@ -201,7 +201,7 @@ def compare_arms(
         if is_enough(pairs, pace, time.monotonic() - began):
             break
     comparison = compare_pairs(pairs, pace)
-    suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident)
+    suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident, pace)
     leak = leak_bytes_per_step(baseline, candidate, pace) if suspicious else 0.0
     return Pairing(
         comparison=comparison,
@@ -236,8 +236,9 @@ def is_enough(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) 
     return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
 
 
-def _suspicious(resident: Sequence[tuple[int, int]]) -> bool:
-    """Did the process grow more in the candidate's windows than in the baseline's? Cheap, with false positives.
+def _suspicious(resident: Sequence[tuple[int, int]], pace: Pace) -> bool:
+    """Did the process grow in the candidate's windows as a leak does, and more than in the baseline's? Cheap, with
+    false positives: there are few windows, and steps that last seconds leave no time to look again at every lever.
 
     `resident` holds the memory after each pair's windows (baseline, candidate). As the order alternates, A B, B A,
     A B, two windows of one arm follow each other between pairs: only that growth is the arm's own, because switching a
@@ -247,18 +248,25 @@ def _suspicious(resident: Sequence[tuple[int, int]]) -> bool:
     theirs = [resident[i + 1][1] - resident[i][1] for i in range(0, len(resident) - 1, 2)]
     if not theirs:
         return False
-    return median([float(g) for g in theirs]) > (median([float(g) for g in ours]) if ours else 0.0)
+    least = LEAK_FLOOR_BYTES_PER_STEP * (pace.settle + pace.steps)
+    typical = median([float(g) for g in theirs])
+    return _is_steady(theirs) and typical > max(least, median([float(g) for g in ours]) if ours else 0.0)
+
+
+def _is_steady(growths: Sequence[float]) -> bool:
+    """Does it grow by about the same in every window? An allocator that rearranges itself grows once, or up and
+    down."""
+    return min(growths) >= 0.5 * median([float(growth) for growth in growths])
 
 
 def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace) -> float:
     """Bytes that each step adds under the candidate beyond the baseline; 0 if there is no steady growth.
 
-    Each arm runs several windows in a row. An allocator that rearranges itself grows once, or up and down; a leak grows
-    by about the same in every window.
+    Each arm runs several windows in a row.
     """
     steps = pace.settle + pace.steps
     theirs = _growths(candidate, pace)
-    if min(theirs) < 0.5 * median(theirs):
+    if not _is_steady(theirs):
         return 0.0
     growth = (median(theirs) - max(0.0, median(_growths(baseline, pace)))) / steps
     return growth if growth > LEAK_FLOOR_BYTES_PER_STEP else 0.0

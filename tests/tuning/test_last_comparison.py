@@ -44,6 +44,15 @@ def test_two_pairs_show_a_large_gain_unless_they_differ_as_typical_ones_hardly_d
     assert comparison_of_groups([group(1.2), group(1.5)], 0.01).verdict == "not significant"
 
 
+def test_two_large_gains_that_differ_are_a_gain_all_the_same() -> None:
+    """By their variation alone the interval would be x0.2 to x22: worse than that of either pair by itself."""
+    found = comparison_of_groups([group(1.8), group(2.6)], 0.01)
+    assert found.verdict == "faster"
+    assert found.low < 1.2
+    assert found.high > 4
+    assert comparison_of_groups([group(1.3), group(3.6)], 0.01).verdict == "not significant"
+
+
 def test_processes_that_disagree_show_no_gain() -> None:
     assert comparison_of_groups([group(0.9), group(1.05), group(1.3)], 0.01).verdict == "not significant"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from flatout.tuning.results import SearchState
 from flatout.tuning.verifier import Verifier
 from flatout.tuning.windows import Pairing
 from tests.tuning.test_proof import NOISY, PLAIN, with_gradient
-from tests.tuning.test_prover import BITS, Claiming, Recorded
+from tests.tuning.test_prover import BITS, REDUCES, Claiming, Recorded
 
 FASTER = Pairing(
     comparison=compare_so_far([(2.0, 1.0)] * 8, least_gain=0.01),
@@ -46,10 +47,10 @@ def verified(
     results: dict[tuple[str, ...], Any],
     exactness: Exactness = "reduced",
     final: Pairing = FASTER,
+    kept: Sequence[Choice] = (BITS, ROUNDS),
 ) -> tuple[SearchState, Any]:
-    """BITS and ROUNDS were kept; `results` are the numbers of their runs, and `final` the last comparison."""
+    """What was kept; `results` are the numbers of the runs with it, and `final` is the last comparison."""
     setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
-    kept = [BITS, ROUNDS]
     trials = [
         Trial(
             label=choice.label,
@@ -60,7 +61,7 @@ def verified(
         )
         for choice in kept
     ]
-    state = SearchState(kept=kept, trials=trials, startup_seconds=1.0)
+    state = SearchState(kept=[*kept], trials=trials, startup_seconds=1.0)
     monkeypatch.setattr(verifier_module, "Prover", lambda *_: Recorded(folder, results))
     verifier = Verifier(setup, state, Deadline(100.0), lambda text: None, exactness)
     monkeypatch.setattr(verifier, "_final_comparison", lambda: final)
@@ -74,6 +75,24 @@ def test_a_lever_that_rounds_too_much_is_proved_reduced(monkeypatch: pytest.Monk
     trial = state.trials[-1]
     assert (trial.outcome, trial.exactness) == ("kept", "reduced")
     assert trial.reason.startswith("beyond rounding: ")
+
+
+class OfAThirdField(Claiming):
+    plan_field = "precision"
+
+
+@pytest.mark.parametrize(("numbers", "kept"), [(NOISY, 3), (WRONG, 1)])
+def test_where_no_time_is_left_to_find_the_lever_all_are_proved_reduced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, numbers: Any, kept: int
+) -> None:
+    """And with numbers that are wrong, none of them is kept."""
+    monkeypatch.setattr(Recorded, "has_time_for", lambda *_: False)
+    other = Choice(OfAThirdField("other", "rounding"), True)
+    results = {("rounds", "other"): numbers, ("rounds", "other", "reduces"): numbers, ("reduces",): NOISY}
+    state, proof = verified(monkeypatch, tmp_path, results, kept=(ROUNDS, other, REDUCES))
+    assert proof.verdict == "reduced"
+    assert len(state.kept) == kept
+    assert [choice.relaxed for choice in state.kept] == [True, True, False][-kept:]
 
 
 def test_not_where_reduced_numbers_are_not_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""The kernel and its reference, called on one case; what is wrong with the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flatout.errors import describe_error
+from flatout.kernels.custom.cases import Case, shape_of
+from flatout.kernels.custom.definition import Definition, line_of
+from flatout.kernels.custom.drawn_inputs import Drawn, copies, draw, nudged_copies
+from flatout.kernels.custom.guards import Guarded, guarded_allocations
+from flatout.kernels.custom.judging import Rule, difference
+
+Kind = Literal["raises", "writes outside", "reads outside", "modifies an input", "shape", "values"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is wrong on one case."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one case."""
+
+    problem: Problem | None
+    repeatable: bool = True
+    """Was the result the same, bit for bit, the second time?"""
+
+
+class ReferenceFails(Exception):
+    """The reference itself cannot do this case, so there is nothing to compare with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the reference makes of one case."""
+
+    truth: tuple[Tensor, ...]
+    """In float64, where that is what it computes in."""
+    own: tuple[Tensor, ...]
+    """In the dtype of the call."""
+    nudged: tuple[Tensor, ...]
+    """In float64, with inputs that are one rounding off."""
+
+
+def forward_outcome(definition: Definition, case: Case, device: str) -> Outcome:
+    """The kernel between guard zones, twice. ReferenceFails: the case says nothing."""
+    drawn = draw(definition, case, device)
+    expected = expected_of(definition, drawn.values)
+    with torch.no_grad():
+        with guarded_allocations() as made:
+            try:
+                returned = definition.kernel(*drawn.arguments)
+            except Exception as error:  # the user's own code
+                return Outcome(problem=Problem(kind="raises", text=raised_text(error)))
+        synchronize(device)
+        found = outputs_of(definition, returned, drawn.arguments)
+        problem = _memory_problem(definition, drawn, made) or values_problem(definition, case, found, expected)
+        if problem is not None:
+            return Outcome(problem=_closer_look(definition, case, device, problem, found, made))
+        again = draw(definition, case, device).arguments
+        try:
+            second = outputs_of(definition, definition.kernel(*again), again)
+        except Exception as error:  # the user's own code
+            return Outcome(problem=Problem(kind="raises", text=f"called again, it {raised_text(error)}"))
+    same = all(torch.equal(_bits(one), _bits(two)) for one, two in zip(found, second, strict=True))
+    return Outcome(problem=None, repeatable=same)
+
+
+def expected_of(definition: Definition, values: Sequence[Any]) -> Expected:
+    """The reference on copies of these values. ReferenceFails: it raises."""
+    with torch.no_grad():
+        return Expected(
+            truth=_of_reference(definition, copies(values, torch.float64)),
+            own=_of_reference(definition, copies(values)),
+            nudged=_of_reference(definition, nudged_copies(values)),
+        )
+
+
+def _of_reference(definition: Definition, arguments: list[Any]) -> tuple[Tensor, ...]:
+    try:
+        return outputs_of(definition, definition.reference(*arguments), arguments)
+    except Exception as error:  # the user's own code
+        raise ReferenceFails(raised_text(error)) from error
+
+
+def outputs_of(definition: Definition, returned: object, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What it returned, and the inputs that it writes to."""
+    return (*_tensors(returned), *(arguments[place] for place in definition.mutates))
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, bool | int | float):
+        return [torch.tensor(value)]
+    return [one for part in value for one in _tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def raised_text(error: BaseException) -> str:
+    line = line_of(error)
+    return f"raises {describe_error(error)}" + (f" at {line}" if line else "")
+
+
+def _memory_problem(definition: Definition, drawn: Drawn, made: Sequence[Guarded]) -> Problem | None:
+    for place, one in enumerate(drawn.guarded):
+        if one is None:
+            continue
+        if (text := one.written_outside()) is not None:
+            return Problem(kind="writes outside", text=text)
+        if place not in definition.mutates and one.modified():
+            changed = f"changes its input {one.label}; if it is meant to, say so: mutates = ({place},)"
+            return Problem(kind="modifies an input", text=changed)
+    for own in made:
+        if (where := own.written_outside()) is not None:
+            kind = _kind_of(own.tensor)
+            return Problem(kind="writes outside", text=where.replace(own.label, f"the {kind} that it allocates"))
+    return None
+
+
+def values_problem(
+    definition: Definition, case: Case, found: Sequence[Tensor], expected: Expected, *, what: str = "output"
+) -> Problem | None:
+    """What is wrong with these outputs; of several, of the first that is wrong."""
+    if len(found) != len(expected.own):
+        text = f"gives {len(found)} tensors, the reference {len(expected.own)}"
+        return Problem(kind="shape", text=text)
+    rule = Rule(tolerance=definition.tolerance, longest=longest_sum(definition, case))
+    sides = zip(found, expected.truth, expected.own, expected.nudged, strict=True)
+    for number, (one, truth, own, nudged) in enumerate(sides):
+        name = what if len(found) == 1 else f"{what} {number}"
+        if one.shape != own.shape or one.dtype != own.dtype or one.device != own.device:
+            text = f"{name} is {_kind_of(one)}, the reference's is {_kind_of(own)}"
+            return Problem(kind="shape", text=text)
+        wrong = difference(one.detach(), truth.detach(), own.detach(), nudged.detach(), rule)
+        if wrong is not None:
+            return Problem(kind="values", text=f"{name}: {wrong}")
+    return None
+
+
+def longest_sum(definition: Definition, case: Case) -> int:
+    return max(size for one in definition.tensors for size in (1, *shape_of(one, case.sizes)))
+
+
+def _closer_look(
+    definition: Definition, case: Case, device: str, problem: Problem, found: Sequence[Tensor], made: Sequence[Guarded]
+) -> Problem:
+    """Wrong values that come from memory: elements that were never written, or that are not the input's."""
+    if problem.kind != "values":
+        return problem
+    for one in made:
+        if any(one.tensor.data_ptr() == output.data_ptr() for output in found):
+            count = int(one.never_written().sum())
+            if count:
+                total = one.tensor.numel()
+                return Problem(kind="values", text=f"{problem.text}; {count} of {total} elements were never written")
+    zeroed = draw(definition, case, device, "zero").arguments
+    try:
+        with guarded_allocations():
+            other = outputs_of(definition, definition.kernel(*zeroed), zeroed)
+    except Exception:  # the user's own code: the first problem stands
+        return problem
+    pairs = zip(found, other, strict=False)
+    if any(one.shape == two.shape and bool((one.isnan() & ~two.isnan()).any()) for one, two in pairs):
+        text = f"reads outside of its inputs: the result depends on memory beyond them ({problem.text})"
+        return Problem(kind="reads outside", text=text)
+    return problem
+
+
+def _kind_of(tensor: Tensor) -> str:
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{place}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    # `contiguous` leaves a single element with a stride of its own as it is, and then it cannot be viewed as bytes.
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def synchronize(device: str) -> None:
+    """Errors of a GPU's kernel show up when it is waited for."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
