@@ -12,7 +12,7 @@ from flatout.cli.trial_options import DeviceOption
 
 
 def kernel(
-    action: Annotated[Literal["check"], typer.Argument(help="check: test the kernel against its reference.")],
+    action: Annotated[Literal["check"], typer.Argument(metavar="check", help="Test the kernel against its reference.")],
     file: Annotated[
         str, typer.Argument(metavar="FILE.py[:NAME]", help="Defines kernel, reference and inputs; NAME: a class of it.")
     ],
