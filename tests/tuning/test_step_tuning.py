@@ -143,6 +143,39 @@ def test_two_trials_take_turns_and_leave_nothing_on(tmp_path: Path) -> None:
     assert not first.alive
 
 
+def test_long_first_steps_are_made_once_and_lead_to_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout and a state of the optimizer, a batch after the other."""
+    calls: list[object] = []
+
+    def counted(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(batch)
+        return LOSS(model, batch)
+
+    def recorded(trials: StepTrials) -> Any:
+        with trials.trial() as trial:
+            trial.start()
+            calls.clear()
+            return trial.numerics((), NumericsRequest(steps=5))
+
+    batches = data()
+    each = StepTrials(step=training(loss_fn=counted), batches=batches, work_folder=tmp_path)
+    wanted = recorded(each)
+    assert not each.begun
+    monkeypatch.setattr("flatout.tuning.step_trial.LONG_FIRST_SECONDS", 0.0)
+    once = StepTrials(step=training(loss_fn=counted), batches=batches, work_folder=tmp_path)
+    assert recorded(once) == wanted
+    assert recorded(once) == wanted  # the first trial has left what it started from as it was
+    with once.trial() as later:
+        calls.clear()
+        later.start()
+        assert not calls
+    with once.trial([Choice(Threads(), 1)]) as other:
+        other.start()
+        assert len(calls) == 2  # what is on from the start is on in the first steps
+
+
 def test_a_step_that_fails_under_a_choice_says_with_what(tmp_path: Path) -> None:
     def fails_later(model: nn.Module, batch: Any) -> torch.Tensor:
         if batch[0].sum() < -1e6:

@@ -1,0 +1,112 @@
+"""A figure that a guide states, what was measured for it here, and whether it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from flatout.bench.results import Speedup
+from flatout.bench.workload import Setup
+from flatout.decoding import decode
+from flatout.machine.description import Machine
+
+Quantity = Literal["speedup", "slowdown", "memory", "rate", "share"]
+"""Of what a claim states: times as fast, times as long, times as little memory, items a second, or a share of 1."""
+Need = Literal["", "cuda", "two GPUs"]
+Verdict = Literal["holds", "holds in part", "does not hold", "not measurable here"]
+
+GUIDES = {
+    "lesson": "PyTorch GPU Acceleration (lesson)",
+    "training": "GPU Training with PyTorch on CUDA",
+    "chapter": "Using torch with CUDA (chapter 17)",
+    "developers": "PyTorch for CUDA developers",
+    "guide": "Easily Mastering GPU PyTorch in 2024",
+}
+"""Key -> title of a guide that the claims are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One condition under which a claim was tried."""
+
+    condition: str
+    measured: Speedup
+    """In the claim's quantity; a memory or a count that does not vary has no interval."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a guide states, as a range of a quantity."""
+
+    key: str
+    says: str
+    guides: tuple[str, ...]
+    """Keys of GUIDES."""
+    quantity: Quantity
+    low: float
+    """The least that still counts as what is stated: 1.8 for 'about 2x'."""
+    high: float | None = None
+    """The most; None: it is a lower bound."""
+    unit: str = ""
+    """Of a rate: what is counted, in the plural."""
+    needs: Need = ""
+    packages: tuple[str, ...] = ()
+    """That must be installed to measure it."""
+    measure: Callable[[Setup, float], Sequence[Case]] | None = None
+    """(where, seconds for each case) -> its cases; None: `why_not` says why nothing can be measured."""
+    why_not: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimResult:
+    """A claim, and what was measured for it."""
+
+    key: str
+    says: str
+    guides: tuple[str, ...]
+    """Titles."""
+    quantity: Quantity
+    low: float
+    high: float | None
+    unit: str
+    cases: tuple[Case, ...]
+    reason: str = ""
+    """Why nothing was measured."""
+
+    def holds_in(self, case: Case) -> bool:
+        """Does what was measured reach the stated range, as far as its interval?"""
+        return (case.measured.high or case.measured.ratio) >= self.low
+
+    def exceeded_in(self, case: Case) -> bool:
+        """Is it surely more than the guide states?"""
+        least = case.measured.low if case.measured.low is not None else case.measured.ratio
+        return self.high is not None and least > self.high
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.cases:
+            return "not measurable here"
+        held = sum(map(self.holds_in, self.cases))
+        return "holds" if held == len(self.cases) else "holds in part" if held else "does not hold"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimsResult:
+    """All claims, measured on one machine."""
+
+    machine: Machine
+    device: str
+    quick: bool
+    versions: Mapping[str, str | None]
+    contended: bool | None
+    claims: tuple[ClaimResult, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, object]) -> ClaimsResult:
+        """Raises TypeError for anything that `to_json` does not write."""
+        return decode(cls, data)
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "machine": self.machine.to_json()}

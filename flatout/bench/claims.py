@@ -1,0 +1,337 @@
+"""The figures that the guides state, and the run that measures each of them here.
+
+They are the guides' statements in our words. Two guides that contradict each other are two claims.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flatout.bench import claim_measures as measures
+from flatout.bench.claim import GUIDES, Case, Claim, ClaimResult, ClaimsResult
+from flatout.bench.process import in_child
+from flatout.bench.table import installed_versions
+from flatout.bench.workload import Setup
+from flatout.errors import FlatoutError
+from flatout.machine.with_ceilings import machine_with_ceilings
+from flatout.timing import LoadWatch
+
+CLAIMS = (
+    # precision
+    Claim(
+        key="amp-2x",
+        says="mixed precision trains about 2x as fast",
+        guides=("lesson",),
+        quantity="speedup",
+        low=1.8,
+        measure=measures.amp_speed,
+    ),
+    Claim(
+        key="amp-20-30",
+        says="mixed precision trains 20 to 30 % faster",
+        guides=("training",),
+        quantity="speedup",
+        low=1.2,
+        high=1.3,
+        measure=measures.amp_speed,
+    ),
+    Claim(
+        key="amp-memory",
+        says="mixed precision halves the memory",
+        guides=("lesson", "training"),
+        quantity="memory",
+        low=1.9,
+        measure=measures.amp_memory,
+    ),
+    Claim(
+        key="amp-accuracy",
+        says="mixed precision costs hardly any accuracy",
+        guides=("training",),
+        quantity="share",
+        low=0.99,
+        measure=measures.amp_accuracy,
+    ),
+    Claim(
+        key="tf32-3x",
+        says="TF32 makes matrix products 3x as fast",
+        guides=("developers",),
+        quantity="speedup",
+        low=2.7,
+        needs="cuda",
+        measure=measures.tf32,
+    ),
+    # compilation
+    Claim(
+        key="compile-20-40",
+        says="torch.compile gives 20 to 40 % more speed without code changes",
+        guides=("developers",),
+        quantity="speedup",
+        low=1.2,
+        high=1.4,
+        measure=measures.compile_speed,
+    ),
+    Claim(
+        key="compile-1.3-2x",
+        says="torch.compile gives 1.3x to 2x",
+        guides=("developers",),
+        quantity="speedup",
+        low=1.3,
+        high=2.0,
+        measure=measures.compile_speed,
+    ),
+    Claim(
+        key="compile-first-call",
+        says="the first call of a compiled model is slow, later ones are fast (10x or more apart)",
+        guides=("lesson",),
+        quantity="speedup",
+        low=10.0,
+        measure=measures.first_call,
+    ),
+    Claim(
+        key="compile-reduce-overhead",
+        says="the mode reduce-overhead is faster than the default mode",
+        guides=("lesson", "developers"),
+        quantity="speedup",
+        low=1.03,
+        needs="cuda",
+        measure=measures.reduce_overhead,
+    ),
+    # layouts, gradients, memory
+    Claim(
+        key="channels-last",
+        says="channels_last makes convolutions 10 to 30 % faster on modern GPUs",
+        guides=("developers",),
+        quantity="speedup",
+        low=1.1,
+        high=1.3,
+        measure=measures.channels_last,
+    ),
+    Claim(
+        key="cudnn-benchmark",
+        says="cudnn.benchmark speeds up convolutions of fixed size",
+        guides=("developers", "chapter"),
+        quantity="speedup",
+        low=1.03,
+        needs="cuda",
+        measure=measures.cudnn_benchmark,
+    ),
+    Claim(
+        key="set-to-none",
+        says="zero_grad(set_to_none=True) is faster than filling gradients with zeros",
+        guides=("developers",),
+        quantity="speedup",
+        low=1.03,
+        measure=measures.set_to_none,
+    ),
+    Claim(
+        key="checkpointing-memory",
+        says="activation checkpointing saves memory",
+        guides=("lesson", "training", "guide"),
+        quantity="memory",
+        low=1.2,
+        measure=measures.checkpointing_memory,
+    ),
+    Claim(
+        key="checkpointing-time",
+        says="activation checkpointing costs time",
+        guides=("lesson", "training", "guide"),
+        quantity="slowdown",
+        low=1.03,
+        measure=measures.checkpointing_time,
+    ),
+    Claim(
+        key="accumulation-memory",
+        says="gradient accumulation trains a large batch in less memory",
+        guides=("training",),
+        quantity="memory",
+        low=1.2,
+        measure=measures.accumulation_memory,
+    ),
+    Claim(
+        key="no-gradients",
+        says="inference without gradients needs less memory",
+        guides=("developers", "chapter"),
+        quantity="memory",
+        low=1.2,
+        measure=measures.without_gradients,
+    ),
+    # loading
+    Claim(
+        key="loader-workers",
+        says="loader workers feed a device that waits for its data",
+        guides=("training", "chapter"),
+        quantity="speedup",
+        low=1.1,
+        measure=measures.loader_workers,
+    ),
+    Claim(
+        key="pinned-copies",
+        says="pinned memory makes copies to the GPU faster",
+        guides=("lesson", "developers"),
+        quantity="speedup",
+        low=1.1,
+        needs="cuda",
+        measure=measures.pinned_copies,
+    ),
+    # devices
+    Claim(
+        key="gpu-10-50x",
+        says="a GPU trains 10x to 50x as fast as the CPU",
+        guides=("training",),
+        quantity="speedup",
+        low=10.0,
+        high=50.0,
+        needs="cuda",
+        measure=measures.gpu_against_cpu,
+    ),
+    Claim(
+        key="tiny-on-gpu",
+        says="a tiny model can be slower on the GPU than on the CPU",
+        guides=("chapter",),
+        quantity="speedup",
+        low=1.0,
+        needs="cuda",
+        measure=measures.tiny_on_gpu,
+    ),
+    Claim(
+        key="ddp-linear",
+        says="DistributedDataParallel scales nearly linearly over GPUs, DataParallel does not",
+        guides=("training", "chapter"),
+        quantity="speedup",
+        low=1.8,
+        needs="two GPUs",
+        why_not="choosing between strategies on several devices is not built yet",
+    ),
+    # the table of rates
+    Claim(
+        key="resnet50-rate",
+        says="ResNet-50 trains at 1,850 images/s (RTX 4090, batch 64, AMP)",
+        guides=("developers",),
+        quantity="rate",
+        low=1850.0,
+        unit="images",
+        measure=measures.resnet_rate,
+    ),
+    Claim(
+        key="bert-large-rate",
+        says="BERT-Large encodes 320 sentences/s (RTX 4090, batch 32, torch.compile)",
+        guides=("developers",),
+        quantity="rate",
+        low=320.0,
+        unit="sentences",
+        packages=("transformers",),
+        measure=measures.bert_rate,
+    ),
+    Claim(
+        key="gpt2-rate",
+        says="GPT-2 generates 145 tokens/s (RTX 4090, KV cache)",
+        guides=("developers",),
+        quantity="rate",
+        low=145.0,
+        unit="tokens",
+        packages=("transformers",),
+        measure=measures.generation_rate,
+    ),
+    Claim(
+        key="kv-cache",
+        says="a KV cache makes generation faster",
+        guides=("developers",),
+        quantity="speedup",
+        low=1.1,
+        packages=("transformers",),
+        measure=measures.cache_speed,
+    ),
+    # other frameworks
+    Claim(
+        key="jax",
+        says="JAX is better optimized by XLA",
+        guides=("developers",),
+        quantity="speedup",
+        low=1.03,
+        packages=("jax",),
+        measure=measures.jax_speed,
+    ),
+    Claim(
+        key="tensorflow",
+        says="TensorFlow is better in production and on mobile devices",
+        guides=("developers",),
+        quantity="speedup",
+        low=1.0,
+        why_not="the guide states no figure and names no task",
+    ),
+)
+
+Progress = Callable[[str], None]
+
+
+def measure_claims(claims: Sequence[Claim], setup: Setup, seconds: float, progress: Progress) -> ClaimsResult:
+    """Measure each claim in a process of its own, `seconds` for each of its cases; claims that are measured alike share
+    it. `progress` is called with what is being done."""
+    load = LoadWatch()
+    machine = machine_with_ceilings(progress)
+    cases: dict[object, Sequence[Case] | str] = {}
+    results = []
+    for number, claim in enumerate(claims, start=1):
+        reason = _why_not(claim)
+        if not reason and claim.measure not in cases:
+            progress(f"claim {number} of {len(claims)}: {claim.says}")
+            cases[claim.measure] = _measured(claim, setup, seconds)
+        found = reason or cases[claim.measure]
+        results.append(_result(claim, found))
+    seen = load.read()
+    return ClaimsResult(
+        machine=machine,
+        device=setup.device,
+        quick=setup.quick,
+        versions=installed_versions("jax"),
+        contended=None if seen is None else seen.contended,
+        claims=tuple(results),
+    )
+
+
+def _why_not(claim: Claim) -> str:
+    """Why it cannot be measured here; '' if it can."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if claim.needs == "two GPUs" and gpus < 2:
+        return f"it needs two GPUs, and torch sees {gpus}"
+    if claim.needs == "cuda" and not gpus:
+        return "it needs a GPU, and torch sees none"
+    missing = next((name for name in claim.packages if importlib.util.find_spec(name) is None), None)
+    return f"{missing} is not installed" if missing else claim.why_not
+
+
+def _measured(claim: Claim, setup: Setup, seconds: float) -> Sequence[Case] | str:
+    """Its cases, or why there are none."""
+    assert claim.measure is not None
+    try:
+        found: Sequence[Case] = in_child(claim.measure, setup, seconds)
+    except FlatoutError as error:
+        return f"it failed: {error}"
+    return found
+
+
+def _result(claim: Claim, found: Sequence[Case] | str) -> ClaimResult:
+    return ClaimResult(
+        key=claim.key,
+        says=claim.says,
+        guides=tuple(GUIDES[key] for key in claim.guides),
+        quantity=claim.quantity,
+        low=claim.low,
+        high=claim.high,
+        unit=claim.unit,
+        cases=() if isinstance(found, str) else tuple(found),
+        reason=found if isinstance(found, str) else "",
+    )
+
+
+def named(keys: Sequence[str]) -> list[Claim]:
+    """The claims with these keys, or whose keys begin with them, in the order of the table."""
+    return [claim for claim in CLAIMS if any(claim.key.startswith(key) for key in keys)]
+
+
+def unknown_keys(keys: Sequence[str]) -> list[str]:
+    """Those that no claim's key begins with."""
+    return [key for key in keys if not named([key])]

@@ -1,0 +1,262 @@
+"""Measure the table: each workload's contenders in turns, in another order every round.
+
+A peer is tried in every setting of its grid first, and Flatout's training plan is searched for; then all start anew, so
+that every contender is equally fresh. What cannot run has its reason in place of a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import psutil
+
+from flatout.bench.process import ContenderProcess, NotInstalled, in_child
+from flatout.bench.results import BenchResult, Row, Tried, WorkloadResult
+from flatout.bench.workload import Contender, Found, Settings, Setup, Workload
+from flatout.errors import FlatoutError, MachineError
+from flatout.machine.with_ceilings import machine_with_ceilings
+from flatout.timing import LoadWatch
+from flatout.units import format_bytes
+
+PACKAGES = ("torch", "transformers", "lightning", "accelerate")
+TRIED_TURNS = 2
+"""Of a peer in each of its settings, once warm."""
+ROOM = 1.2
+"""Times what the largest contender so far holds must be free before another starts."""
+LEAST_ROUNDS = 3
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to look and to measure."""
+
+    rounds: int
+    tune_seconds: float
+    most_seconds: float = float("inf")
+    """For the rounds of one workload, once there are LEAST_ROUNDS."""
+
+
+def measure_table(workloads: Sequence[Workload], setup: Setup, effort: Effort, progress: Progress) -> BenchResult:
+    """One result for each workload. `progress` is called with what is being done."""
+    load = LoadWatch()
+    machine = machine_with_ceilings(progress)
+    results = [_Run(workload, setup, effort, progress).measure() for workload in workloads]
+    seen = load.read()
+    return BenchResult(
+        machine=machine,
+        device=setup.device,
+        quick=setup.quick,
+        versions=installed_versions(),
+        contended=None if seen is None else seen.contended,
+        workloads=tuple(results),
+    )
+
+
+@dataclass
+class _Run:
+    """One workload, while it is measured."""
+
+    workload: Workload
+    setup: Setup
+    effort: Effort
+    progress: Progress
+    left_out: dict[str, str] = field(default_factory=dict)
+    tried: list[Tried] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    largest_bytes: int = 0
+
+    def measure(self) -> WorkloadResult:
+        chosen = {one.name: self._chosen(one) for one in self.workload.contenders}
+        with self._started({name: found for name, found in chosen.items() if found is not None}) as processes:
+            flops = self._flops(processes)
+            outputs = {name: self._outputs(name, one) for name, one in processes.items()}
+            seconds, losses = self._rounds(processes)
+            rows = [
+                Row(
+                    name=name,
+                    role=self.workload.contender(name).role,
+                    how=", ".join(filter(None, [one.ready.how, self.notes.get(name, "")])),
+                    seconds=tuple(seconds[name]),
+                    losses=tuple(losses[name]),
+                    first_seconds=one.ready.first_seconds,
+                    peak_bytes=one.peak_bytes(),
+                    other_numbers=self.workload.contender(name).other_numbers,
+                )
+                for name, one in processes.items()
+                if seconds[name]
+            ]
+        rows = self._with_differences(rows, outputs)
+        return WorkloadResult(
+            key=self.workload.key,
+            title=self.workload.title,
+            unit=self.workload.unit,
+            size=self.workload.size(self.setup),
+            items=self.workload.items(self.setup),
+            guides=self.workload.guides,
+            compared=self.workload.compared,
+            flops=flops,
+            rows=tuple(rows),
+            left_out=self.left_out,
+            tried=tuple(self.tried),
+        )
+
+    # what takes part
+
+    def _chosen(self, contender: Contender) -> Settings | None:
+        """None: it cannot take part."""
+        if contender.search is not None:
+            found = self._searched(contender)
+            return None if found is None else found.settings
+        grid = contender.grid(self.setup)
+        return grid[0] if len(grid) == 1 else self._fastest_of(contender, grid)
+
+    def _searched(self, contender: Contender) -> Found | None:
+        assert contender.search is not None
+        self._say(f"{contender.name}: tuning for {self.effort.tune_seconds:.0f} s")
+        try:
+            found: Found = in_child(contender.search, self.setup, self.effort.tune_seconds)
+        except FlatoutError as error:
+            self.left_out[contender.name] = str(error)
+            return None
+        self.notes[contender.name] = found.note
+        return found
+
+    def _fastest_of(self, contender: Contender, grid: Sequence[Settings]) -> Settings | None:
+        best: tuple[float, Settings] | None = None
+        for number, settings in enumerate(grid):
+            self._say(f"{contender.name}: setting {number + 1} of {len(grid)}")
+            try:
+                process = self._process(contender.name, settings)
+            except NotInstalled as error:
+                self.left_out[contender.name] = f"not installed ({error})"
+                return None
+            except FlatoutError as error:
+                how = ", ".join(f"{name} = {value}" for name, value in settings.items())
+                self.tried.append(Tried(name=contender.name, how=how, seconds=None, reason=str(error)))
+                continue
+            with contextlib.closing(process):
+                seconds = min(process.turn()[0] for _ in range(TRIED_TURNS))
+                self.tried.append(Tried(name=contender.name, how=process.ready.how, seconds=seconds))
+            if best is None or seconds < best[0]:
+                best = seconds, settings
+        if best is None:
+            self.left_out[contender.name] = f"every setting failed: {self.tried[-1].reason}"
+            return None
+        return best[1]
+
+    @contextlib.contextmanager
+    def _started(self, chosen: dict[str, Settings]) -> Iterator[dict[str, ContenderProcess]]:
+        processes: dict[str, ContenderProcess] = {}
+        try:
+            for name, settings in chosen.items():
+                self._say(f"{name}: starting")
+                try:
+                    processes[name] = self._process(name, settings)
+                except NotInstalled as error:
+                    self.left_out[name] = f"not installed ({error})"
+                except FlatoutError as error:
+                    self.left_out[name] = str(error)
+            yield processes
+        finally:
+            for process in processes.values():
+                process.close()
+
+    def _process(self, name: str, settings: Settings) -> ContenderProcess:
+        """Started and warm. MachineError where too little memory is left for one more."""
+        free = psutil.virtual_memory().available
+        if free < ROOM * self.largest_bytes:
+            raise MachineError(
+                f"{format_bytes(free)} of memory are left",
+                limit=f"another contender took {format_bytes(self.largest_bytes)}",
+            )
+        process = ContenderProcess(self.workload.contender(name).prepare, self.setup, settings)
+        with contextlib.suppress(psutil.Error):
+            self.largest_bytes = max(self.largest_bytes, psutil.Process(process.process_id).memory_info().rss)
+        return process
+
+    # what is measured
+
+    def _flops(self, processes: dict[str, ContenderProcess]) -> float | None:
+        name = self.workload.flops_of
+        if name is None or name not in processes:
+            return None
+        try:
+            return processes[name].flops()
+        except FlatoutError as error:
+            self._lost(processes, name, error)
+            return None
+
+    def _outputs(self, name: str, process: ContenderProcess) -> list[float] | None:
+        try:
+            return process.outputs()
+        except FlatoutError as error:
+            self.left_out[name] = str(error)
+            return None
+
+    def _rounds(self, processes: dict[str, ContenderProcess]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Seconds and losses by contender."""
+        seconds: dict[str, list[float]] = {name: [] for name in processes}
+        losses: dict[str, list[float]] = {name: [] for name in processes}
+        began = time.perf_counter()
+        for number in range(self.effort.rounds):
+            if number >= LEAST_ROUNDS and time.perf_counter() - began > self.effort.most_seconds:
+                break
+            self._say(f"round {number + 1} of {self.effort.rounds}")
+            for name in random.sample(list(processes), len(processes)):
+                try:
+                    took, loss = processes[name].turn()
+                except FlatoutError as error:
+                    self._lost(processes, name, error)
+                    seconds[name].clear()
+                    continue
+                seconds[name].append(took)
+                losses[name] += [] if loss is None else [loss]
+        return seconds, losses
+
+    def _lost(self, processes: dict[str, ContenderProcess], name: str, error: FlatoutError) -> None:
+        self.left_out[name] = str(error)
+        processes.pop(name).close()
+
+    def _with_differences(self, rows: list[Row], outputs: dict[str, list[float] | None]) -> list[Row]:
+        plain = next((outputs[row.name] for row in rows if row.role == "plain"), None)
+        if plain is None:
+            return rows
+        return [
+            row
+            if row.role == "plain" or (own := outputs[row.name]) is None
+            else replace(row, difference=difference(plain, own, tokens=self.workload.compared == "tokens"))
+            for row in rows
+        ]
+
+    def _say(self, what: str) -> None:
+        self.progress(f"{self.workload.title}: {what}")
+
+
+def difference(plain: Sequence[float], other: Sequence[float], *, tokens: bool) -> float | None:
+    """Relative, in the Euclidean norm; of tokens, the share that differs. None: they are not equally many."""
+    if len(plain) != len(other) or not plain:
+        return None
+    if tokens:
+        return sum(a != b for a, b in zip(plain, other, strict=True)) / len(plain)
+    size = sum(a * a for a in plain)
+    apart = sum((a - b) ** 2 for a, b in zip(plain, other, strict=True))
+    return float((apart / size) ** 0.5) if size else None
+
+
+def installed_versions(*more: str) -> dict[str, str | None]:
+    """Of torch, the peers and `more`; None: not installed."""
+    return {package: _version(package) for package in (*PACKAGES, *more)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
