@@ -153,11 +153,18 @@ def compiled_problem(definition: Definition, cases: Sequence[Case], device: str,
             try:
                 found = outputs_of(definition, compiled(*drawn.arguments), drawn.arguments)
             except Exception as error:  # of torch.compile, or the user's own code
-                raise NotSupported(describe_error(error)) from error
+                raise NotSupported(_why_no_graph(error)) from error
         synchronize(device)
         if problem := values_problem(definition, case, found, expected):
             return Problem(kind=problem.kind, text=f"compiled, {problem.text}")
     return None
+
+
+def _why_no_graph(error: Exception) -> str:
+    """The error's first line, and torch.compile's explanation where it has one."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    explained = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
+    return ": ".join([describe_error(error), *explained[:1]])[:300]
 
 
 # autocast

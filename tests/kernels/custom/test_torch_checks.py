@@ -111,6 +111,16 @@ def test_an_operator_that_breaks_its_contract_is_shown_by_opcheck() -> None:
     assert "alias" in " ".join(wrong)
 
 
+def test_a_function_that_cannot_be_traced_is_explained() -> None:
+    @torch.compiler.disable
+    def kernel(x: Tensor, w: Tensor) -> Tensor:
+        return right(x, w)
+
+    one = checked(defined(kernel, gradient=False))[0]["compile"]
+    assert one.verdict == "noted"
+    assert "torch.compiler.disable" in one.text or "torch._dynamo.disable" in one.text
+
+
 def test_autocast_reaches_the_kernel() -> None:
     def kernel(x: Tensor, w: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
