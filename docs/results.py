@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from flatout.bench.claim import Case, ClaimResult, ClaimsResult
+from flatout.bench.results import BenchResult
 from flatout.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[1]
@@ -103,8 +105,8 @@ def _short(processor: str) -> str:
 def ratio(found: Document) -> str:
     """x2.09 (2.01–2.18): a speed-up and its interval, or the number of pairs where they are too few for one."""
     decimals = 2 if found["ratio"] < 10 else 1
-    speedup, low, high = (f"{found[bound]:.{decimals}f}" for bound in ("ratio", "low", "high"))
-    if not math.isfinite(found["high"]):
+    speedup, low, high = (f"{found[bound] or 0.0:.{decimals}f}" for bound in ("ratio", "low", "high"))
+    if found["high"] is None or not math.isfinite(found["high"]):
         return f"x{speedup} ({found['pairs']} pairs, no interval)"
     return f"x{speedup} ({low}–{high})"
 
@@ -417,7 +419,64 @@ def _peak(row: Document) -> str:
     return format_bytes(row["peak_bytes"])
 
 
+# flatout bench
+
+
+def bench(*results: Document) -> str:
+    """Workloads of several files of one machine."""
+    parsed = [(BenchResult.from_json(_payload(one)), one) for one in results]
+    rows = []
+    for found, _ in parsed:
+        for work in found.workloads:
+            plain = work.plain()
+            for row in work.rows:
+                against, share = work.against_plain(row), found.share_of_ceiling(work, row)
+                rows.append(
+                    (
+                        f"{work.title}, {work.size}" if row is plain else "",
+                        row.name,
+                        f"{work.items_per_second(row):,.1f} {work.unit}/s",
+                        "" if against is None else ratio(vars(against)),
+                        "" if share is None else percent(share),
+                        row.how,
+                    )
+                )
+            if (best := work.against_peer()) is not None:
+                ours, peer = work.ours(), work.peer()
+                assert ours is not None
+                assert peer is not None
+                rows.append(("", f"*{ours.name} against {peer.name}*", "", f"**{ratio(vars(best))}**", "", ""))
+    header = ("workload", "", "", "against plain torch", "ceiling", "how")
+    return table(header, rows, above(parsed[0][1]))
+
+
+def claims(document: Document) -> str:
+    found = ClaimsResult.from_json(_payload(document))
+    rows = [
+        (claim.says, claim.verdict, "; ".join(_case(claim, case) for case in claim.cases) or claim.reason)
+        for claim in found.claims
+    ]
+    return table(("what guides say", "here", "measured"), rows, above(document))
+
+
+def _case(claim: ClaimResult, case: Case) -> str:
+    found = case.measured
+    if claim.quantity == "rate":
+        value = f"{found.ratio:,.1f} {claim.unit}/s"
+    elif claim.quantity == "share":
+        value = percent(found.ratio)
+    else:
+        value = f"x{found.ratio:.2f}" if found.low is None or found.high is None else ratio(vars(found))
+    return f"{case.condition} {value}"
+
+
+def _payload(document: Document) -> Document:
+    return {name: value for name, value in document.items() if name not in ("flatout", "note")}
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "bench": bench,
+    "claims": claims,
     "scripts": scripts,
     "before_and_after": before_and_after,
     "gain": gain,

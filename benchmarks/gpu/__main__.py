@@ -69,6 +69,18 @@ STAGES = (
         document="training.json",
     ),
     Stage(
+        name="bench",
+        command=(PYTHON, "-m", "flatout", "bench", "--budget", "45s", "--rounds", "8", "--out", "{folder}/bench.json"),
+        limit_seconds=400,
+        document="bench.json",
+    ),
+    Stage(
+        name="claims",
+        command=(PYTHON, "-m", "flatout", "bench", "claims", "--quick", "--out", "{folder}/claims.json"),
+        limit_seconds=240,
+        document="claims.json",
+    ),
+    Stage(
         name="generation",
         command=(
             *(PYTHON, "-m", "benchmarks.infer.generation", "--device", "cuda", "--rounds", "6"),

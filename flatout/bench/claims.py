@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flatout.bench import claim_measures as measures
+from flatout.bench import system_measures, training_measures
 from flatout.bench.claim import GUIDES, Case, Claim, ClaimResult, ClaimsResult
 from flatout.bench.process import in_child
 from flatout.bench.table import installed_versions
@@ -27,7 +27,7 @@ CLAIMS = (
         guides=("lesson",),
         quantity="speedup",
         low=1.8,
-        measure=measures.amp_speed,
+        measure=training_measures.amp_speed,
     ),
     Claim(
         key="amp-20-30",
@@ -36,7 +36,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.2,
         high=1.3,
-        measure=measures.amp_speed,
+        measure=training_measures.amp_speed,
     ),
     Claim(
         key="amp-memory",
@@ -44,7 +44,7 @@ CLAIMS = (
         guides=("lesson", "training"),
         quantity="memory",
         low=1.9,
-        measure=measures.amp_memory,
+        measure=training_measures.amp_memory,
     ),
     Claim(
         key="amp-accuracy",
@@ -52,7 +52,7 @@ CLAIMS = (
         guides=("training",),
         quantity="share",
         low=0.99,
-        measure=measures.amp_accuracy,
+        measure=training_measures.amp_accuracy,
     ),
     Claim(
         key="tf32-3x",
@@ -61,7 +61,7 @@ CLAIMS = (
         quantity="speedup",
         low=2.7,
         needs="cuda",
-        measure=measures.tf32,
+        measure=training_measures.tf32,
     ),
     # compilation
     Claim(
@@ -71,7 +71,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.2,
         high=1.4,
-        measure=measures.compile_speed,
+        measure=training_measures.compile_speed,
     ),
     Claim(
         key="compile-1.3-2x",
@@ -80,7 +80,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.3,
         high=2.0,
-        measure=measures.compile_speed,
+        measure=training_measures.compile_speed,
     ),
     Claim(
         key="compile-first-call",
@@ -88,7 +88,7 @@ CLAIMS = (
         guides=("lesson",),
         quantity="speedup",
         low=10.0,
-        measure=measures.first_call,
+        measure=training_measures.first_call,
     ),
     Claim(
         key="compile-reduce-overhead",
@@ -97,7 +97,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.03,
         needs="cuda",
-        measure=measures.reduce_overhead,
+        measure=training_measures.reduce_overhead,
     ),
     # layouts, gradients, memory
     Claim(
@@ -107,7 +107,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.1,
         high=1.3,
-        measure=measures.channels_last,
+        measure=training_measures.channels_last,
     ),
     Claim(
         key="cudnn-benchmark",
@@ -116,7 +116,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.03,
         needs="cuda",
-        measure=measures.cudnn_benchmark,
+        measure=system_measures.cudnn_benchmark,
     ),
     Claim(
         key="set-to-none",
@@ -124,7 +124,7 @@ CLAIMS = (
         guides=("developers",),
         quantity="speedup",
         low=1.03,
-        measure=measures.set_to_none,
+        measure=training_measures.set_to_none,
     ),
     Claim(
         key="checkpointing-memory",
@@ -132,7 +132,7 @@ CLAIMS = (
         guides=("lesson", "training", "guide"),
         quantity="memory",
         low=1.2,
-        measure=measures.checkpointing_memory,
+        measure=training_measures.checkpointing_memory,
     ),
     Claim(
         key="checkpointing-time",
@@ -140,7 +140,7 @@ CLAIMS = (
         guides=("lesson", "training", "guide"),
         quantity="slowdown",
         low=1.03,
-        measure=measures.checkpointing_time,
+        measure=training_measures.checkpointing_time,
     ),
     Claim(
         key="accumulation-memory",
@@ -148,7 +148,7 @@ CLAIMS = (
         guides=("training",),
         quantity="memory",
         low=1.2,
-        measure=measures.accumulation_memory,
+        measure=training_measures.accumulation_memory,
     ),
     Claim(
         key="no-gradients",
@@ -156,7 +156,7 @@ CLAIMS = (
         guides=("developers", "chapter"),
         quantity="memory",
         low=1.2,
-        measure=measures.without_gradients,
+        measure=training_measures.without_gradients,
     ),
     # loading
     Claim(
@@ -165,7 +165,7 @@ CLAIMS = (
         guides=("training", "chapter"),
         quantity="speedup",
         low=1.1,
-        measure=measures.loader_workers,
+        measure=system_measures.loader_workers,
     ),
     Claim(
         key="pinned-copies",
@@ -174,7 +174,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.1,
         needs="cuda",
-        measure=measures.pinned_copies,
+        measure=system_measures.pinned_copies,
     ),
     # devices
     Claim(
@@ -185,7 +185,7 @@ CLAIMS = (
         low=10.0,
         high=50.0,
         needs="cuda",
-        measure=measures.gpu_against_cpu,
+        measure=system_measures.gpu_against_cpu,
     ),
     Claim(
         key="tiny-on-gpu",
@@ -194,7 +194,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.0,
         needs="cuda",
-        measure=measures.tiny_on_gpu,
+        measure=system_measures.tiny_on_gpu,
     ),
     Claim(
         key="ddp-linear",
@@ -213,7 +213,7 @@ CLAIMS = (
         quantity="rate",
         low=1850.0,
         unit="images",
-        measure=measures.resnet_rate,
+        measure=system_measures.resnet_rate,
     ),
     Claim(
         key="bert-large-rate",
@@ -223,7 +223,7 @@ CLAIMS = (
         low=320.0,
         unit="sentences",
         packages=("transformers",),
-        measure=measures.bert_rate,
+        measure=system_measures.bert_rate,
     ),
     Claim(
         key="gpt2-rate",
@@ -233,7 +233,7 @@ CLAIMS = (
         low=145.0,
         unit="tokens",
         packages=("transformers",),
-        measure=measures.generation_rate,
+        measure=system_measures.generation_rate,
     ),
     Claim(
         key="kv-cache",
@@ -242,7 +242,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.1,
         packages=("transformers",),
-        measure=measures.cache_speed,
+        measure=system_measures.cache_speed,
     ),
     # other frameworks
     Claim(
@@ -252,7 +252,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.03,
         packages=("jax",),
-        measure=measures.jax_speed,
+        measure=system_measures.jax_speed,
     ),
     Claim(
         key="tensorflow",

@@ -1,6 +1,7 @@
 """A contender in a process of its own, so that none profits from another's allocator, threads or compiled code.
 
     process = ContenderProcess(contender.prepare, Setup(device="cpu"), {})
+    process.wait_until_ready().how
     seconds, loss = process.turn()
 
 A search for settings runs in a process too, which ends with it: what it allocated and compiled is not the contender's.
@@ -45,12 +46,19 @@ class Ready:
 
 
 class ContenderProcess:
-    """A contender that takes a turn when it is asked to. Raises TrialError where it fails, also for a missing package
-    (see `NotInstalled`)."""
+    """A contender that takes a turn when it is asked to, once it is ready. Raises TrialError where it fails."""
 
     def __init__(self, prepare: Prepare, setup: Setup, settings: Settings) -> None:
         self._child = _Child(_serve, prepare, setup, settings)
-        self.ready: Ready = self._child.answer()
+
+    def wait_until_ready(self) -> Ready:
+        """Raises NotInstalled for a missing package."""
+        try:
+            ready: Ready = self._child.answer()
+        except BaseException:  # Ctrl-C too: at its exit Python would wait for it
+            self._child.close()
+            raise
+        return ready
 
     @property
     def process_id(self) -> int:
@@ -97,7 +105,8 @@ class _Child:
     def __init__(self, work: Callable[..., None], *arguments: object) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self._process = context.Process(target=work, args=(there, *arguments), daemon=True)
+        # Not a daemon: those must not have children, and a DataLoader has.
+        self._process = context.Process(target=work, args=(there, *arguments))
         self._process.start()
         there.close()
 

@@ -12,10 +12,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import psutil
 
-from flatout.bench.process import ContenderProcess, NotInstalled, in_child
+from flatout.bench.process import ContenderProcess, NotInstalled, Ready, in_child
 from flatout.bench.results import BenchResult, Row, Tried, WorkloadResult
 from flatout.bench.workload import Contender, Found, Settings, Setup, Workload
 from flatout.errors import FlatoutError, MachineError
@@ -31,6 +32,13 @@ ROOM = 1.2
 LEAST_ROUNDS = 3
 
 Progress = Callable[[str], None]
+
+
+class Running(NamedTuple):
+    """A contender that is ready for its turns."""
+
+    process: ContenderProcess
+    ready: Ready
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,7 @@ class _Run:
         chosen = {one.name: self._chosen(one) for one in self.workload.contenders}
         with self._started({name: found for name, found in chosen.items() if found is not None}) as processes:
             flops = self._flops(processes)
-            outputs = {name: self._outputs(name, one) for name, one in processes.items()}
+            outputs = {name: self._outputs(name, one.process) for name, one in processes.items()}
             seconds, losses = self._rounds(processes)
             rows = [
                 Row(
@@ -86,7 +94,7 @@ class _Run:
                     seconds=tuple(seconds[name]),
                     losses=tuple(losses[name]),
                     first_seconds=one.ready.first_seconds,
-                    peak_bytes=one.peak_bytes(),
+                    peak_bytes=one.process.peak_bytes(),
                     other_numbers=self.workload.contender(name).other_numbers,
                 )
                 for name, one in processes.items()
@@ -133,7 +141,7 @@ class _Run:
         for number, settings in enumerate(grid):
             self._say(f"{contender.name}: setting {number + 1} of {len(grid)}")
             try:
-                process = self._process(contender.name, settings)
+                process, ready = self._ready(self._begun(contender.name, settings))
             except NotInstalled as error:
                 self.left_out[contender.name] = f"not installed ({error})"
                 return None
@@ -143,7 +151,7 @@ class _Run:
                 continue
             with contextlib.closing(process):
                 seconds = min(process.turn()[0] for _ in range(TRIED_TURNS))
-                self.tried.append(Tried(name=contender.name, how=process.ready.how, seconds=seconds))
+                self.tried.append(Tried(name=contender.name, how=ready.how, seconds=seconds))
             if best is None or seconds < best[0]:
                 best = seconds, settings
         if best is None:
@@ -152,43 +160,50 @@ class _Run:
         return best[1]
 
     @contextlib.contextmanager
-    def _started(self, chosen: dict[str, Settings]) -> Iterator[dict[str, ContenderProcess]]:
-        processes: dict[str, ContenderProcess] = {}
+    def _started(self, chosen: dict[str, Settings]) -> Iterator[dict[str, Running]]:
+        """Those that could start; all at once where it is to be quick, else one after the other."""
+        starting: dict[str, ContenderProcess] = {}
+        running: dict[str, Running] = {}
         try:
+            if self.setup.quick:
+                starting = {name: self._begun(name, settings) for name, settings in chosen.items()}
             for name, settings in chosen.items():
                 self._say(f"{name}: starting")
                 try:
-                    processes[name] = self._process(name, settings)
+                    running[name] = self._ready(starting[name] if self.setup.quick else self._begun(name, settings))
                 except NotInstalled as error:
                     self.left_out[name] = f"not installed ({error})"
                 except FlatoutError as error:
                     self.left_out[name] = str(error)
-            yield processes
+            yield running
         finally:
-            for process in processes.values():
+            for process in (*starting.values(), *(one.process for one in running.values())):
                 process.close()
 
-    def _process(self, name: str, settings: Settings) -> ContenderProcess:
-        """Started and warm. MachineError where too little memory is left for one more."""
+    def _begun(self, name: str, settings: Settings) -> ContenderProcess:
+        """MachineError where too little memory is left for one more."""
         free = psutil.virtual_memory().available
         if free < ROOM * self.largest_bytes:
             raise MachineError(
                 f"{format_bytes(free)} of memory are left",
                 limit=f"another contender took {format_bytes(self.largest_bytes)}",
             )
-        process = ContenderProcess(self.workload.contender(name).prepare, self.setup, settings)
+        return ContenderProcess(self.workload.contender(name).prepare, self.setup, settings)
+
+    def _ready(self, process: ContenderProcess) -> Running:
+        ready = process.wait_until_ready()
         with contextlib.suppress(psutil.Error):
             self.largest_bytes = max(self.largest_bytes, psutil.Process(process.process_id).memory_info().rss)
-        return process
+        return Running(process, ready)
 
     # what is measured
 
-    def _flops(self, processes: dict[str, ContenderProcess]) -> float | None:
+    def _flops(self, processes: dict[str, Running]) -> float | None:
         name = self.workload.flops_of
         if name is None or name not in processes:
             return None
         try:
-            return processes[name].flops()
+            return processes[name].process.flops()
         except FlatoutError as error:
             self._lost(processes, name, error)
             return None
@@ -200,7 +215,7 @@ class _Run:
             self.left_out[name] = str(error)
             return None
 
-    def _rounds(self, processes: dict[str, ContenderProcess]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    def _rounds(self, processes: dict[str, Running]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
         """Seconds and losses by contender."""
         seconds: dict[str, list[float]] = {name: [] for name in processes}
         losses: dict[str, list[float]] = {name: [] for name in processes}
@@ -211,7 +226,7 @@ class _Run:
             self._say(f"round {number + 1} of {self.effort.rounds}")
             for name in random.sample(list(processes), len(processes)):
                 try:
-                    took, loss = processes[name].turn()
+                    took, loss = processes[name].process.turn()
                 except FlatoutError as error:
                     self._lost(processes, name, error)
                     seconds[name].clear()
@@ -220,9 +235,9 @@ class _Run:
                 losses[name] += [] if loss is None else [loss]
         return seconds, losses
 
-    def _lost(self, processes: dict[str, ContenderProcess], name: str, error: FlatoutError) -> None:
+    def _lost(self, processes: dict[str, Running], name: str, error: FlatoutError) -> None:
         self.left_out[name] = str(error)
-        processes.pop(name).close()
+        processes.pop(name).process.close()
 
     def _with_differences(self, rows: list[Row], outputs: dict[str, list[float] | None]) -> list[Row]:
         plain = next((outputs[row.name] for row in rows if row.role == "plain"), None)

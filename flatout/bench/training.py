@@ -190,9 +190,13 @@ def _image_count(setup: Setup) -> int:
     return 4 if setup.quick else 64 if setup.device == "cuda" else 16
 
 
+def _image_size(setup: Setup) -> int:
+    return 112 if setup.quick else 224
+
+
 def _images(setup: Setup) -> Batch:
-    count = _image_count(setup)
-    return torch.randn(count, 3, 224, 224), torch.randint(0, 1000, (count,))
+    count, size = _image_count(setup), _image_size(setup)
+    return torch.randn(count, 3, size, size), torch.randint(0, 1000, (count,))
 
 
 def _text_shape(setup: Setup) -> tuple[int, int]:
@@ -251,7 +255,7 @@ TRAINING = (
         title="ResNet-50 training",
         unit="images",
         guides="1,850 images/s on an RTX 4090 with batch 64 and AMP",
-        size=lambda setup: f"{_image_count(setup)} images of 224 x 224 a step",
+        size=lambda setup: f"{_image_count(setup)} images of {_image_size(setup)} x {_image_size(setup)} a step",
         items=_image_count,
         contenders=_contenders(RESNET),
         flops_of="plain torch",

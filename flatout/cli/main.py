@@ -69,6 +69,7 @@ VERBS = {
     "tune-inference": Verb,
     "export": Verb,
     "kernel": Verb,
+    "bench": Verb,
     "compare": Verb,
     "report": Verb,
     "clean": Verb,
@@ -106,6 +107,10 @@ flatout predict ./bert questions.jsonl --plan serving.toml --out results""",
 flatout generate ./gpt2 --prompts prompts.jsonl --out texts.jsonl""",
     "tune-inference": """flatout tune-inference net.py:make images.npz --out serving.toml""",
     "export": """flatout export net.py:make --input 'float32[1,3,224,224]' --format pt2,onnx""",
+    "bench": """flatout bench --quick
+flatout bench --only resnet50,gpt2-generation --out table.json
+flatout bench claims --out claims.json
+flatout bench show table.json claims.json""",
     "kernel": """flatout kernel check rms_norm.py
 flatout kernel check kernels.py:RMSNorm --device cpu --quick""",
     "compare": """flatout compare baseline.json candidate.json

@@ -42,8 +42,8 @@ class MatrixUnits(Lever):
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
-        saved = observed.saved_by_dtype(machine, "bf16")
-        return Saving(expected=0.8 * saved, least=-0.1, most=max(saved, 0.95 * observed.busy_share))
+        saved, share = observed.saved_by_dtype(machine, "bf16"), _linear_share(observed)
+        return Saving(expected=0.8 * share * saved, least=-0.1, most=share * max(saved, 0.95 * observed.busy_share))
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
@@ -87,6 +87,12 @@ class MatrixUnits(Lever):
 
     def label(self, value: Value) -> str:
         return self.name
+
+
+def _linear_share(observed: Observed) -> float:
+    """Of the model's products, roughly: by the number of layers, as convolutions stay torch's."""
+    linears = sum(module.linears for module in observed.modules)
+    return linears / max(1, linears + sum(module.convolutions for module in observed.modules))
 
 
 Original = Callable[..., "Tensor"]

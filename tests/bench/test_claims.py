@@ -11,9 +11,10 @@ import pytest
 
 from flatout.bench import claims
 from flatout.bench.claim import GUIDES, Case, Claim, ClaimResult, ClaimsResult
-from flatout.bench.claim_measures import MODELS, checkpointing_memory, exactly, peak_bytes, training_step
+from flatout.bench.claim_steps import MODELS, exactly, peak_bytes, training_step
 from flatout.bench.claims import CLAIMS, measure_claims
 from flatout.bench.results import Speedup
+from flatout.bench.training_measures import checkpointing_memory
 from flatout.bench.workload import Setup
 from flatout.errors import TrialError
 from flatout.machine.description import Machine

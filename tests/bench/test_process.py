@@ -36,6 +36,10 @@ def prepare(setup, settings):
 
 def double(number):
     return 2 * number
+
+def epoch_of_two_workers():
+    from torch.utils.data import DataLoader
+    return len(list(DataLoader(torch.arange(8), batch_size=2, num_workers=2)))
 """
 CPU = Setup(device="cpu")
 
@@ -55,8 +59,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 def test_a_contender_answers_and_is_closed(tiny: object, capfd: pytest.CaptureFixture[str]) -> None:
     process = ContenderProcess(tiny.prepare, CPU, {})  # type: ignore[attr-defined]
-    assert process.ready.how == "tiny"
-    assert process.ready.first_seconds > 0
+    ready = process.wait_until_ready()
+    assert ready.how == "tiny"
+    assert ready.first_seconds > 0
     seconds, loss = process.turn()
     assert seconds >= 0
     assert loss == 4.0  # after three to warm up
@@ -75,16 +80,18 @@ def test_a_contender_answers_and_is_closed(tiny: object, capfd: pytest.CaptureFi
 def test_failures_have_reasons(tiny: object) -> None:
     prepare = tiny.prepare  # type: ignore[attr-defined]
     with pytest.raises(NotInstalled, match="a_package_that_is_not_there"):
-        ContenderProcess(prepare, CPU, {"missing": True})
+        ContenderProcess(prepare, CPU, {"missing": True}).wait_until_ready()
     with pytest.raises(TrialError, match=r"^ValueError: no such thing$"):
-        ContenderProcess(prepare, CPU, {"fails": True})
+        ContenderProcess(prepare, CPU, {"fails": True}).wait_until_ready()
     process = ContenderProcess(prepare, CPU, {"dies": True})
+    process.wait_until_ready()
     with pytest.raises(TrialError, match="ended by SIGKILL"):
         process.turn()
 
 
 def test_a_function_runs_in_a_process_of_its_own(tiny: object) -> None:
     assert in_child(tiny.double, 21) == 42  # type: ignore[attr-defined]
+    assert in_child(tiny.epoch_of_two_workers) == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="ends its parent")
@@ -98,6 +105,7 @@ def test_a_contender_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         "import tiny_contender\n"
         "if __name__ == '__main__':\n"
         "    process = ContenderProcess(tiny_contender.prepare, Setup(device='cpu'), {})\n"
+        "    process.wait_until_ready()\n"
         "    print(process.process_id, flush=True)\n"
         "    time.sleep(600)\n"
     )

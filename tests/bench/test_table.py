@@ -31,12 +31,14 @@ class Scripted:
 
     def __init__(self, prepare: Callable[[], Mapping[str, Any]], setup: Setup, settings: Settings) -> None:
         self._does = {**prepare(), **settings}
+        self._turns = 0
+
+    def wait_until_ready(self) -> Ready:
         if self._does.get("missing"):
             raise NotInstalled("No module named 'peer'")
         if self._does.get("breaks"):
             raise TrialError("ValueError: broken")
-        self.ready = Ready(how=str(self._does["how"]), first_seconds=2.0)
-        self._turns = 0
+        return Ready(how=str(self._does["how"]), first_seconds=2.0)
 
     def turn(self) -> tuple[float, float | None]:
         self._turns += 1

@@ -1,0 +1,113 @@
+"""What the guides' claims are tried on: models, a training step by hand, its time and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.bench.results import Speedup
+from flatout.bench.training import RESNET, SMALL, Batch, Training, loss_of
+from flatout.bench.workload import Setup
+from flatout.memory.real_run import LimitedRun
+from flatout.models import MLP, ConvNet, ConvNetConfig, MLPConfig
+from flatout.statistics import compare_paired
+from flatout.timing import interleave
+
+Step = Callable[[], object]
+MOST_ROUNDS = 40
+UNLIMITED_BYTES = 1 << 62
+
+
+def _mlp_batch(setup: Setup) -> Batch:
+    return torch.randn(128, 784), torch.randint(0, 10, (128,))
+
+
+def _image_batch(setup: Setup) -> Batch:
+    return torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
+
+
+def _large_images(setup: Setup) -> Batch:
+    count, size = (2, 64) if setup.quick else (8, 224)
+    return torch.randn(count, 3, size, size), torch.randint(0, 1000, (count,))
+
+
+MODELS = {
+    "MLP 784-1024-1024-10": Training(model=lambda: MLP(MLPConfig(inputs=784, hidden=(1024, 1024))), batch=_mlp_batch),
+    "ConvNet on 32 x 32": Training(
+        model=lambda: ConvNet(ConvNetConfig(height=32, width=32)), batch=_image_batch, images=True
+    ),
+    "GPT of 4 layers, width 128": SMALL,
+    "ResNet-50": Training(model=RESNET.model, batch=_large_images, images=True),
+}
+"""What training claims are tried on."""
+
+
+def compared(before: Step, after: Step, setup: Setup, seconds: float) -> Speedup:
+    """How many times as fast `after` is."""
+    wait = torch.cuda.synchronize if setup.device == "cuda" else None
+    found = interleave(
+        {"before": before, "after": after}, rounds=MOST_ROUNDS, synchronize=wait, max_seconds=seconds, warmup=2
+    )
+    return Speedup.of(compare_paired(found["before"].samples_seconds, found["after"].samples_seconds))
+
+
+def exactly(ratio: float) -> Speedup:
+    """A ratio that does not vary."""
+    return Speedup(ratio=ratio, low=None, high=None, pairs=1)
+
+
+def training_step(
+    training: Training,
+    setup: Setup,
+    *,
+    amp: bool = False,
+    compiled: str | None = None,
+    channels_last: bool = False,
+    set_to_none: bool = True,
+    model_of: Callable[[nn.Module], Callable[..., Any]] | None = None,
+) -> Step:
+    """A step of AdamW. amp: as the guides write it, fp16 with a gradient scaler on a GPU; bf16 on a CPU."""
+    model, batch = training.start(setup, channels_last=channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    called: Any = model if model_of is None else model_of(model)
+    if compiled is not None:
+        called = torch.compile(called, mode=compiled)
+    dtype = amp_dtype(setup)
+    scaler = torch.amp.GradScaler(setup.device, enabled=amp and dtype == torch.float16)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with torch.autocast(setup.device, dtype, enabled=amp):
+            loss = loss_of(called, batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def peak_bytes(step: Step, setup: Setup) -> int:
+    """The most that tensors hold during a step, beyond what they hold before."""
+    step()  # the optimizer's state is there from now on
+    if setup.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+    with LimitedRun("cpu", UNLIMITED_BYTES) as run:
+        step()
+    return run.peak_bytes
+
+
+def amp_dtype(setup: Setup) -> torch.dtype:
+    """What mixed precision means there."""
+    return torch.float16 if setup.device == "cuda" else torch.bfloat16
+
+
+def amp_name(setup: Setup) -> str:
+    return "fp16 with a scaler" if setup.device == "cuda" else "bf16"
