@@ -28,6 +28,8 @@ from flatout.errors import MachineError, TrialError, describe_error
 
 WARM_TURNS = 3
 LOOK_SECONDS = 1.0
+ENDING_SECONDS = 5.0
+"""For a process to end by itself: one that is killed leaves semaphores, of which Python warns."""
 MOST_VALUES = 65_536
 """Of a contender's outputs that are compared."""
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class ContenderProcess:
         try:
             ready: Ready = self._child.answer()
         except BaseException:  # Ctrl-C too: at its exit Python would wait for it
-            self._child.close()
+            self._child.kill()
             raise
         return ready
 
@@ -96,9 +98,12 @@ def in_child(function: Callable[..., Any], *arguments: object) -> Any:
     """What `function`, of a module, returns in a process of its own. TrialError with the reason where it fails."""
     child = _Child(_call, function, arguments)
     try:
-        return child.answer()
-    finally:
-        child.close()
+        found = child.answer()
+    except BaseException:
+        child.kill()
+        raise
+    child.close()
+    return found
 
 
 class _Child:
@@ -115,24 +120,30 @@ class _Child:
         return self._process.pid or 0
 
     def ask(self, what: str) -> Any:
-        self._here.send(what)
+        with contextlib.suppress(OSError):  # it has ended: that is the answer
+            self._here.send(what)
         return self.answer()
 
     def answer(self) -> Any:
         try:
             kind, found = self._here.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
             raise TrialError(f"its process ended {_end(self._process.exitcode)}") from None
         if kind == "found":
             return found
-        self.close()
         raise NotInstalled(str(found)) if kind == _MISSING else TrialError(str(found))
 
     def close(self) -> None:
+        """It ends by itself where it waits for the next word, and is killed where it is busy."""
+        self._here.close()
+        self._process.join(ENDING_SECONDS)
         self._process.kill()
         self._process.join()
-        self._here.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 def _end(code: int | None) -> str:
