@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         at = getattr(error, "ctx", None)  # where in `flatout VERB` the slip is, if the error knows
         see = f"see: {at.command_path if at else 'flatout'} --help"
-        what = error.format_message().rstrip(".").replace("Value error, ", "")
+        what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
         print(f"error: {what}; {see}", file=sys.stderr)
         return error.exit_code
 
