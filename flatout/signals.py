@@ -26,6 +26,19 @@ def told_of(handle: Callable[[int, FrameType | None], None], *signals: signal.Si
 
 
 @contextlib.contextmanager
+def ctrl_c_is_ours() -> Iterator[None]:
+    """Processes that are started within ignore Ctrl-C, which a terminal sends to all of them, while they load too: this
+    program ends them. Only in the main thread."""
+    mine = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if mine else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Within, calls of the program's own signal handlers are deferred; they are made at the end.
 

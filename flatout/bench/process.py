@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.bench.workload import Prepare, Settings, Setup
 from flatout.errors import MachineError, TrialError, describe_error
+from flatout.signals import ctrl_c_is_ours
 
 WARM_TURNS = 3
 LOOK_SECONDS = 1.0
@@ -112,7 +113,8 @@ class _Child:
         self._here, there = context.Pipe()
         # Not a daemon: those must not have children, and a DataLoader has.
         self._process = context.Process(target=work, args=(there, *arguments))
-        self._process.start()
+        with ctrl_c_is_ours():
+            self._process.start()
         there.close()
 
     @property
@@ -208,7 +210,6 @@ def _end_with_parent(parent: int) -> None:
 def _answering(pipe: Connection) -> Any:
     """Whatever goes wrong is an answer; what is printed meanwhile does not reach the terminal."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):

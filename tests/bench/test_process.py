@@ -89,6 +89,15 @@ def test_failures_have_reasons(tiny: object) -> None:
         process.turn()
 
 
+def test_ctrl_c_is_the_parents_also_while_a_contender_loads(tiny: object) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    process = ContenderProcess(tiny.prepare, CPU, {})  # type: ignore[attr-defined]
+    assert signal.getsignal(signal.SIGINT) is before
+    os.kill(process.process_id, signal.SIGINT)
+    assert process.wait_until_ready().how == "tiny"
+    process.close()
+
+
 def test_a_function_runs_in_a_process_of_its_own(tiny: object) -> None:
     assert in_child(tiny.double, 21) == 42  # type: ignore[attr-defined]
     assert in_child(tiny.epoch_of_two_workers) == 4  # type: ignore[attr-defined]
