@@ -29,6 +29,8 @@ CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 32 * 1024**2, 64 * 1024**2
 the gradient of the weights, so there are fewer."""
 TILE = 128
 """Rows that a GPU's products compute together; a chunk of so many, or a multiple, leaves none of them half empty."""
+MOST_COUNTED = 0.9
+"""Share of rows with a target: with more, copying these rows costs about what leaving out the others saves."""
 ALIGNED = 64
 """Numbers: a GPU's products of rows that begin at multiples of this are several times faster than others."""
 
@@ -50,7 +52,7 @@ def linear_cross_entropy(
     hidden: [..., features], what the last layer reads; weight: [classes, features] and bias: [classes], of that layer;
     targets: int64 [...], class indices. `ignore_index`, `label_smoothing` and `reduction` are those of
     `torch.nn.functional.cross_entropy`: ignored targets count neither in the sum nor in the mean, and a mean over none
-    is NaN, with gradients of zero. `classes`: only so many rows of the weight, the first, are classes; the others pad
+    is NaN, with gradients of zero; on a CPU their scores are not computed. `classes`: only so many rows of the weight, the first, are classes; the others pad
     it to a convenient size and get gradients of zero.
 
     Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 64 MiB), and forgotten. For
@@ -81,8 +83,10 @@ class _Context(Protocol):
     """torch's context of both passes."""
 
     needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
+    saved_tensors: tuple[Tensor | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
+    rows: int
+    """Of hidden, those that are ignored too."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
@@ -103,6 +107,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        context.rows = len(hidden)
+        counted = _counted_rows(targets, ignore_index)
+        if counted is not None:
+            hidden, targets = hidden.index_select(0, counted), targets[counted]
         with torch.autocast(device, enabled=False):
             terms = _Terms(hidden.to(dtype), weight, bias, targets, ignore_index, label_smoothing, classes)
             needs = context.needs_input_grad
@@ -114,23 +123,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
             except (RuntimeError, IndexError) as error:
                 _explain_targets(terms, error)
                 raise
-        context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        context.save_for_backward(terms.valid, *gradients)
+        context.save_for_backward(terms.valid, counted, *gradients)
         return terms.losses.sum() / count
 
     @staticmethod
     def backward(context: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """What has no target gets a gradient of zero, whatever comes from above: a loss that the caller divides by its
         number of targets, none, sends infinity."""
-        valid, *saved = context.saved_tensors
+        valid, counted, *saved = context.saved_tensors
+        assert valid is not None
         scale = gradient.masked_fill(~valid.any(), 0)
         # They are as large as the weights: where this is the only backward pass, no copy of them is made.
         scaled = torch.mul if torch.compiler.is_compiling() or keeps_graph() else Tensor.mul_
         parts = [None if one is None else scaled(one, scale) for one in saved]
         if parts[0] is not None:
             parts[0].masked_fill_(~valid[:, None], 0)
+            if counted is not None:
+                parts[0] = parts[0].new_zeros(context.rows, parts[0].shape[1]).index_copy_(0, counted, parts[0])
         typed = [None if one is None else one.to(dtype) for one, dtype in zip(parts, context.dtypes, strict=True)]
         return (*typed, None, None, None, None, None, None)
+
+
+def _counted_rows(targets: Tensor, ignored: int) -> Tensor | None:
+    """The rows that have a target, where so few have one that the others are worth leaving out; None: all are computed.
+
+    Of a masked language model one in seven has. Not on a GPU, where counting would wait for it, nor where a graph is
+    traced or sizes alone are followed (by tensors of other types), as the number of rows would be data.
+    """
+    if targets.device.type != "cpu" or torch.compiler.is_compiling() or type(targets) is not Tensor:
+        return None
+    counted = (targets != ignored).nonzero()[:, 0]
+    return counted if len(counted) <= MOST_COUNTED * len(targets) else None
 
 
 class _Terms:

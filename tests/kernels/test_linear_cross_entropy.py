@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import UsageError
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
@@ -62,6 +63,21 @@ def test_a_batch_without_targets_changes_no_weight(smoothing: float, reduction: 
         ):
             assert not one.any()
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("every", "computed"), [(20, ROWS), (2, ROWS // 2), (1, 0)])
+def test_where_many_rows_are_ignored_their_scores_are_not_computed(every: int, computed: int) -> None:
+    hidden, weight, bias, targets = inputs()
+    targets = torch.randint(0, CLASSES, (ROWS,))
+    targets[::every] = -100
+    plain = functional.cross_entropy(functional.linear(hidden, weight, bias), targets, reduction="sum")
+    with FlopCounterMode(display=False) as counter:
+        ours = linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
+    torch.testing.assert_close(ours, plain)
+    assert counter.get_total_flops() == 2 * 2 * computed * FEATURES * CLASSES  # torch counts no `addmm_`
+    for _ in range(2):
+        expected = torch.autograd.grad(plain * 3, [hidden, weight, bias], retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(ours * 3, [hidden, weight, bias], retain_graph=True), expected)
 
 
 def test_ignored_rows_get_no_gradient_whatever_comes_from_above() -> None:
