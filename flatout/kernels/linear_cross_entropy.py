@@ -52,8 +52,8 @@ def linear_cross_entropy(
     hidden: [..., features], what the last layer reads; weight: [classes, features] and bias: [classes], of that layer;
     targets: int64 [...], class indices. `ignore_index`, `label_smoothing` and `reduction` are those of
     `torch.nn.functional.cross_entropy`: ignored targets count neither in the sum nor in the mean, and a mean over none
-    is NaN, with gradients of zero; on a CPU their scores are not computed. `classes`: only so many rows of the weight, the first, are classes; the others pad
-    it to a convenient size and get gradients of zero.
+    is NaN, with gradients of zero; on a CPU their scores are not computed. `classes`: only so many rows of the weight,
+    the first, are classes; the others pad it to a convenient size and get gradients of zero.
 
     Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 64 MiB), and forgotten. For
     the backward pass only the gradients are kept, which are computed with the loss: as large as hidden, weight and
