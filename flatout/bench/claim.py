@@ -14,7 +14,9 @@ from flatout.machine.description import Machine
 Quantity = Literal["speedup", "slowdown", "memory", "rate", "share"]
 """Of what a claim states: times as fast, times as long, times as little memory, items a second, or a share of 1."""
 Need = Literal["", "cuda", "two GPUs"]
-Verdict = Literal["holds", "holds in part", "does not hold", "not measurable here"]
+Answer = Literal["yes", "more", "no", "undecided"]
+"""Of one case: within the stated range, surely above it, surely below it; undecided: its interval has both."""
+Verdict = Literal["holds", "holds in part", "undecided", "does not hold", "not measurable here"]
 
 GUIDES = {
     "lesson": "PyTorch GPU Acceleration (lesson)",
@@ -75,21 +77,24 @@ class ClaimResult:
     reason: str = ""
     """Why nothing was measured."""
 
-    def holds_in(self, case: Case) -> bool:
-        """Does what was measured reach the stated range, as far as its interval?"""
-        return (case.measured.high or case.measured.ratio) >= self.low
-
-    def exceeded_in(self, case: Case) -> bool:
-        """Is it surely more than the guide states?"""
-        least = case.measured.low if case.measured.low is not None else case.measured.ratio
-        return self.high is not None and least > self.high
+    def answer(self, case: Case) -> Answer:
+        """Does what was measured reach the stated range?"""
+        found = case.measured
+        least, most = (found.ratio if one is None else one for one in (found.low, found.high))
+        if least >= self.low:
+            return "more" if self.high is not None and least > self.high else "yes"
+        return "undecided" if most >= self.low else "no"
 
     @property
     def verdict(self) -> Verdict:
-        if not self.cases:
+        answers = {self.answer(case) for case in self.cases}
+        if not answers:
             return "not measurable here"
-        held = sum(map(self.holds_in, self.cases))
-        return "holds" if held == len(self.cases) else "holds in part" if held else "does not hold"
+        if answers <= {"yes", "more"}:
+            return "holds"
+        if answers & {"yes", "more"}:
+            return "holds in part"
+        return "undecided" if "undecided" in answers else "does not hold"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,17 +111,16 @@ def claims_text(found: ClaimsResult) -> str:
 def _claim(claim: ClaimResult) -> list[str]:
     lines = [f"{claim.verdict:<20}  {claim.says}", f"{'':<20}  source: {'; '.join(claim.guides)}"]
     lines += [f"{'':<20}  {claim.reason}"] if claim.reason else []
-    return lines + [f"  {_mark(claim, case):<18}  {_measured(claim, case)}  {_condition(case)}" for case in claim.cases]
+    return lines + [
+        f"  {_MARKS[claim.answer(case)]:<18}  {_measured(claim, case)}  {_condition(case)}" for case in claim.cases
+    ]
 
 
 def _condition(case: Case) -> str:
     return f"{case.condition} ({case.note})" if case.note else case.condition
 
 
-def _mark(claim: ClaimResult, case: Case) -> str:
-    if not claim.holds_in(case):
-        return "no"
-    return "yes, more" if claim.exceeded_in(case) else "yes"
+_MARKS = {"yes": "yes", "more": "yes, more", "no": "no", "undecided": "undecided"}
 
 
 def _measured(claim: ClaimResult, case: Case) -> str:
@@ -142,6 +141,7 @@ def _sum(claims: Iterable[ClaimResult]) -> str:
         for one, word in (
             ("holds", "hold"),
             ("holds in part", "hold in part"),
+            ("undecided", "are undecided"),
             ("does not hold", "do not hold"),
             ("not measurable here", "cannot be measured here"),
         )

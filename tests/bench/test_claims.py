@@ -36,17 +36,20 @@ def about(ratio: float, width: float = 0.02) -> Speedup:
 
 def test_a_claim_holds_where_what_was_measured_reaches_its_range() -> None:
     assert judged(about(1.3)).verdict == "holds"
-    assert judged(about(1.19)).verdict == "holds"  # its interval does
     assert judged(about(1.1), about(1.3)).verdict == "holds in part"
+    assert judged(about(1.3), about(1.19)).verdict == "holds in part"
+    assert judged(about(1.19), about(0.8)).verdict == "undecided"  # the interval of the first has 1.2
     assert judged(about(0.8)).verdict == "does not hold"
     assert judged(exactly(1.1)).verdict == "does not hold"
+    assert judged(exactly(1.2)).verdict == "holds"
     assert judged().verdict == "not measurable here"
 
 
 def test_more_than_was_stated_is_said() -> None:
-    claim = judged(about(1.3), about(2.0), high=1.4)
-    assert [claim.exceeded_in(case) for case in claim.cases] == [False, True]
-    assert not judged(about(9.0)).exceeded_in(judged(about(9.0)).cases[0])
+    claim = judged(about(1.3), about(2.0), about(1.39), about(1.1), high=1.4)
+    assert [claim.answer(case) for case in claim.cases] == ["yes", "more", "yes", "no"]
+    unbounded = judged(about(9.0))
+    assert unbounded.answer(unbounded.cases[0]) == "yes"
 
 
 def test_every_claim_can_be_judged() -> None:
