@@ -325,13 +325,3 @@ def _result(claim: Claim, found: Sequence[Case] | str) -> ClaimResult:
         cases=() if isinstance(found, str) else tuple(found),
         reason=found if isinstance(found, str) else "",
     )
-
-
-def named(keys: Sequence[str]) -> list[Claim]:
-    """The claims with these keys, or whose keys begin with them, in the order of the table."""
-    return [claim for claim in CLAIMS if any(claim.key.startswith(key) for key in keys)]
-
-
-def unknown_keys(keys: Sequence[str]) -> list[str]:
-    """Those that no claim's key begins with."""
-    return [key for key in keys if not named([key])]

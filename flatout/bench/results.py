@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
 
-from flatout.bench.workload import Role
+from flatout.bench.workload import Compared, Role
 from flatout.decoding import decode
 from flatout.machine.description import Machine
 from flatout.statistics import Comparison, compare_paired, median
-
-Compared = Literal["losses", "values", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)

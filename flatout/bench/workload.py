@@ -14,6 +14,8 @@ from torch import Tensor
 
 Settings = Mapping[str, object]
 Role = Literal["plain", "peer", "flatout"]
+Compared = Literal["losses", "values", "tokens"]
+"""What is compared of two contenders, to see that they do the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +84,13 @@ class Workload:
     items: Callable[[Setup], int]
     """Of one turn."""
     contenders: tuple[Contender, ...]
-    compared: Literal["losses", "values", "tokens"] = "losses"
+    compared: Compared = "losses"
     """How a contender's outputs are compared with the plain one's."""
     flops_of: str | None = None
     """The contender whose count of operations is the work's own, without padding; None: nobody's."""
 
     def contender(self, name: str) -> Contender:
         return next(one for one in self.contenders if one.name == name)
-
-    def of_role(self, role: Role) -> list[str]:
-        return [one.name for one in self.contenders if one.role == role]
 
 
 def peer_package(name: str) -> Any:  # Any: a package that need not be installed
