@@ -18,15 +18,6 @@ Answer = Literal["yes", "more", "no", "undecided"]
 """Of one case: within the stated range, surely above it, surely below it; undecided: its interval has both."""
 Verdict = Literal["holds", "holds in part", "undecided", "does not hold", "not measurable here"]
 
-GUIDES = {
-    "lesson": "PyTorch GPU Acceleration (lesson)",
-    "training": "GPU Training with PyTorch on CUDA",
-    "chapter": "Using torch with CUDA (chapter 17)",
-    "developers": "PyTorch for CUDA developers",
-    "guide": "Easily Mastering GPU PyTorch in 2024",
-}
-"""Key -> title of a guide that the claims are from."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -39,13 +30,13 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class Statement:
     """What a guide states, as a range of a quantity."""
 
     key: str
     says: str
     guides: tuple[str, ...]
-    """Keys of GUIDES."""
+    """Titles."""
     quantity: Quantity
     low: float
     """The least that still counts as what is stated: 1.8 for 'about 2x'."""
@@ -53,6 +44,12 @@ class Claim:
     """The most; None: it is a lower bound."""
     unit: str = ""
     """Of a rate: what is counted, in the plural."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(Statement):
+    """A statement, and how it is measured."""
+
     needs: Need = ""
     packages: tuple[str, ...] = ()
     """That must be installed to measure it."""
@@ -62,17 +59,9 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClaimResult:
-    """A claim, and what was measured for it."""
+class ClaimResult(Statement):
+    """A statement, and what was measured for it."""
 
-    key: str
-    says: str
-    guides: tuple[str, ...]
-    """Titles."""
-    quantity: Quantity
-    low: float
-    high: float | None
-    unit: str
     cases: tuple[Case, ...]
     reason: str = ""
     """Why nothing was measured."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import torch
 
 from flatout.bench import system_measures, training_measures
-from flatout.bench.claim import GUIDES, Case, Claim, ClaimResult, ClaimsResult
+from flatout.bench.claim import Case, Claim, ClaimResult, ClaimsResult, Statement
 from flatout.bench.process import in_child
 from flatout.bench.table import installed_versions
 from flatout.bench.workload import Setup
@@ -19,12 +20,18 @@ from flatout.errors import FlatoutError
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.timing import LoadWatch
 
+LESSON = "PyTorch GPU Acceleration (lesson)"
+TRAINING = "GPU Training with PyTorch on CUDA"
+CHAPTER = "Using torch with CUDA (chapter 17)"
+DEVELOPERS = "PyTorch for CUDA developers"
+GUIDE = "Easily Mastering GPU PyTorch in 2024"
+
 CLAIMS = (
     # precision
     Claim(
         key="amp-2x",
         says="mixed precision trains about 2x as fast",
-        guides=("lesson",),
+        guides=(LESSON,),
         quantity="speedup",
         low=1.8,
         measure=training_measures.amp_speed,
@@ -32,7 +39,7 @@ CLAIMS = (
     Claim(
         key="amp-20-30",
         says="mixed precision trains 20 to 30 % faster",
-        guides=("training",),
+        guides=(TRAINING,),
         quantity="speedup",
         low=1.2,
         high=1.3,
@@ -41,7 +48,7 @@ CLAIMS = (
     Claim(
         key="amp-memory",
         says="mixed precision halves the memory",
-        guides=("lesson", "training"),
+        guides=(LESSON, TRAINING),
         quantity="memory",
         low=1.9,
         measure=training_measures.amp_memory,
@@ -49,7 +56,7 @@ CLAIMS = (
     Claim(
         key="amp-accuracy",
         says="mixed precision costs hardly any accuracy",
-        guides=("training",),
+        guides=(TRAINING,),
         quantity="share",
         low=0.99,
         measure=training_measures.amp_accuracy,
@@ -57,7 +64,7 @@ CLAIMS = (
     Claim(
         key="tf32-3x",
         says="TF32 makes matrix products 3x as fast",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=2.7,
         needs="cuda",
@@ -67,7 +74,7 @@ CLAIMS = (
     Claim(
         key="compile-20-40",
         says="torch.compile gives 20 to 40 % more speed without code changes",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=1.2,
         high=1.4,
@@ -76,7 +83,7 @@ CLAIMS = (
     Claim(
         key="compile-1.3-2x",
         says="torch.compile gives 1.3x to 2x",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=1.3,
         high=2.0,
@@ -85,7 +92,7 @@ CLAIMS = (
     Claim(
         key="compile-first-call",
         says="the first call of a compiled model is slow, later ones are fast (10x or more apart)",
-        guides=("lesson",),
+        guides=(LESSON,),
         quantity="speedup",
         low=10.0,
         measure=training_measures.first_call,
@@ -93,7 +100,7 @@ CLAIMS = (
     Claim(
         key="compile-reduce-overhead",
         says="the mode reduce-overhead is faster than the default mode",
-        guides=("lesson", "developers"),
+        guides=(LESSON, DEVELOPERS),
         quantity="speedup",
         low=1.03,
         needs="cuda",
@@ -103,7 +110,7 @@ CLAIMS = (
     Claim(
         key="channels-last",
         says="channels_last makes convolutions 10 to 30 % faster on modern GPUs",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=1.1,
         high=1.3,
@@ -112,7 +119,7 @@ CLAIMS = (
     Claim(
         key="cudnn-benchmark",
         says="cudnn.benchmark speeds up convolutions of fixed size",
-        guides=("developers", "chapter"),
+        guides=(DEVELOPERS, CHAPTER),
         quantity="speedup",
         low=1.03,
         needs="cuda",
@@ -121,7 +128,7 @@ CLAIMS = (
     Claim(
         key="set-to-none",
         says="zero_grad(set_to_none=True) is faster than filling gradients with zeros",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=1.03,
         measure=training_measures.set_to_none,
@@ -129,7 +136,7 @@ CLAIMS = (
     Claim(
         key="checkpointing-memory",
         says="activation checkpointing saves memory",
-        guides=("lesson", "training", "guide"),
+        guides=(LESSON, TRAINING, GUIDE),
         quantity="memory",
         low=1.2,
         measure=training_measures.checkpointing_memory,
@@ -137,7 +144,7 @@ CLAIMS = (
     Claim(
         key="checkpointing-time",
         says="activation checkpointing costs time",
-        guides=("lesson", "training", "guide"),
+        guides=(LESSON, TRAINING, GUIDE),
         quantity="slowdown",
         low=1.03,
         measure=training_measures.checkpointing_time,
@@ -145,7 +152,7 @@ CLAIMS = (
     Claim(
         key="accumulation-memory",
         says="gradient accumulation trains a large batch in less memory",
-        guides=("training",),
+        guides=(TRAINING,),
         quantity="memory",
         low=1.2,
         measure=training_measures.accumulation_memory,
@@ -153,7 +160,7 @@ CLAIMS = (
     Claim(
         key="no-gradients",
         says="inference without gradients needs less memory",
-        guides=("developers", "chapter"),
+        guides=(DEVELOPERS, CHAPTER),
         quantity="memory",
         low=1.2,
         measure=training_measures.without_gradients,
@@ -162,7 +169,7 @@ CLAIMS = (
     Claim(
         key="loader-workers",
         says="loader workers feed a device that waits for its data",
-        guides=("training", "chapter"),
+        guides=(TRAINING, CHAPTER),
         quantity="speedup",
         low=1.1,
         measure=system_measures.loader_workers,
@@ -170,7 +177,7 @@ CLAIMS = (
     Claim(
         key="pinned-copies",
         says="pinned memory makes copies to the GPU faster",
-        guides=("lesson", "developers"),
+        guides=(LESSON, DEVELOPERS),
         quantity="speedup",
         low=1.1,
         needs="cuda",
@@ -180,7 +187,7 @@ CLAIMS = (
     Claim(
         key="gpu-10-50x",
         says="a GPU trains 10x to 50x as fast as the CPU",
-        guides=("training",),
+        guides=(TRAINING,),
         quantity="speedup",
         low=10.0,
         high=50.0,
@@ -190,7 +197,7 @@ CLAIMS = (
     Claim(
         key="tiny-on-gpu",
         says="a tiny model can be slower on the GPU than on the CPU",
-        guides=("chapter",),
+        guides=(CHAPTER,),
         quantity="speedup",
         low=1.0,
         needs="cuda",
@@ -199,7 +206,7 @@ CLAIMS = (
     Claim(
         key="ddp-linear",
         says="DistributedDataParallel scales nearly linearly over GPUs, DataParallel does not",
-        guides=("training", "chapter"),
+        guides=(TRAINING, CHAPTER),
         quantity="speedup",
         low=1.8,
         needs="two GPUs",
@@ -209,7 +216,7 @@ CLAIMS = (
     Claim(
         key="resnet50-rate",
         says="ResNet-50 trains at 1,850 images/s (RTX 4090, batch 64, AMP)",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="rate",
         low=1850.0,
         unit="images",
@@ -218,7 +225,7 @@ CLAIMS = (
     Claim(
         key="bert-large-rate",
         says="BERT-Large encodes 320 sentences/s (RTX 4090, batch 32, torch.compile)",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="rate",
         low=320.0,
         unit="sentences",
@@ -228,7 +235,7 @@ CLAIMS = (
     Claim(
         key="gpt2-rate",
         says="GPT-2 generates 145 tokens/s (RTX 4090, KV cache)",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="rate",
         low=145.0,
         unit="tokens",
@@ -238,7 +245,7 @@ CLAIMS = (
     Claim(
         key="kv-cache",
         says="a KV cache makes generation faster",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=1.1,
         packages=("transformers",),
@@ -248,7 +255,7 @@ CLAIMS = (
     Claim(
         key="jax",
         says="JAX is better optimized by XLA",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=1.03,
         packages=("jax",),
@@ -257,7 +264,7 @@ CLAIMS = (
     Claim(
         key="tensorflow",
         says="TensorFlow is better in production and on mobile devices",
-        guides=("developers",),
+        guides=(DEVELOPERS,),
         quantity="speedup",
         low=1.0,
         why_not="the guide states no figure and names no task",
@@ -314,14 +321,7 @@ def _measured(claim: Claim, setup: Setup, seconds: float) -> Sequence[Case] | st
 
 
 def _result(claim: Claim, found: Sequence[Case] | str) -> ClaimResult:
-    return ClaimResult(
-        key=claim.key,
-        says=claim.says,
-        guides=tuple(GUIDES[key] for key in claim.guides),
-        quantity=claim.quantity,
-        low=claim.low,
-        high=claim.high,
-        unit=claim.unit,
-        cases=() if isinstance(found, str) else tuple(found),
-        reason=found if isinstance(found, str) else "",
-    )
+    stated = {one.name: getattr(claim, one.name) for one in fields(Statement)}
+    if isinstance(found, str):
+        return ClaimResult(**stated, cases=(), reason=found)
+    return ClaimResult(**stated, cases=tuple(found))

@@ -7,23 +7,30 @@ that every contender is equally fresh. What cannot run has its reason in place o
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import psutil
 
+from flatout.bench.inference import INFERENCE
 from flatout.bench.process import ContenderProcess, NotInstalled, Ready, in_child
 from flatout.bench.results import BenchResult, Row, Tried, WorkloadResult
+from flatout.bench.training import BERT_BASE, COMPILE, GPT2_124M, RESNET50
 from flatout.bench.workload import Contender, Found, Settings, Setup, Workload
 from flatout.errors import FlatoutError, MachineError
+from flatout.machine.detect import installed_version
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.timing import LoadWatch
 from flatout.units import format_bytes
 
+_QUICK = (RESNET50, *INFERENCE)
+WORKLOADS = {one.key: one for one in (*_QUICK, COMPILE, GPT2_124M, BERT_BASE)}
+"""First the table of the guides, then two more."""
+QUICK = tuple(one.key for one in _QUICK)
+"""Those of a quick bench."""
 PACKAGES = ("torch", "transformers", "lightning", "accelerate")
 TRIED_TURNS = 2
 """Of a peer in each of its settings, once warm."""
@@ -32,6 +39,7 @@ ROOM = 1.2
 LEAST_ROUNDS = 3
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Running(NamedTuple):
@@ -84,8 +92,9 @@ class _Run:
         chosen = {one.name: self._chosen(one) for one in self.workload.contenders}
         with self._started({name: found for name, found in chosen.items() if found is not None}) as processes:
             flops = self._flops(processes)
-            outputs = {name: self._outputs(name, one.process) for name, one in processes.items()}
+            outputs = {name: self._asked(processes, name, ContenderProcess.outputs) for name in list(processes)}
             seconds, losses = self._rounds(processes)
+            peaks = {name: self._asked(processes, name, ContenderProcess.peak_bytes) for name in list(processes)}
             rows = [
                 Row(
                     name=name,
@@ -94,11 +103,10 @@ class _Run:
                     seconds=tuple(seconds[name]),
                     losses=tuple(losses[name]),
                     first_seconds=one.ready.first_seconds,
-                    peak_bytes=one.process.peak_bytes(),
+                    peak_bytes=peaks[name],
                     other_numbers=self.workload.contender(name).other_numbers,
                 )
                 for name, one in processes.items()
-                if seconds[name]
             ]
         rows = self._with_differences(rows, outputs)
         return WorkloadResult(
@@ -141,7 +149,7 @@ class _Run:
         for number, settings in enumerate(grid):
             self._say(f"{contender.name}: setting {number + 1} of {len(grid)}")
             try:
-                process, ready = self._ready(self._begun(contender.name, settings))
+                how, seconds = self._tried(contender.name, settings)
             except NotInstalled as error:
                 self.left_out[contender.name] = f"not installed ({error})"
                 return None
@@ -149,15 +157,19 @@ class _Run:
                 how = ", ".join(f"{name} = {value}" for name, value in settings.items())
                 self.tried.append(Tried(name=contender.name, how=how, seconds=None, reason=str(error)))
                 continue
-            with contextlib.closing(process):
-                seconds = min(process.turn()[0] for _ in range(TRIED_TURNS))
-                self.tried.append(Tried(name=contender.name, how=ready.how, seconds=seconds))
+            self.tried.append(Tried(name=contender.name, how=how, seconds=seconds))
             if best is None or seconds < best[0]:
                 best = seconds, settings
         if best is None:
             self.left_out[contender.name] = f"every setting failed: {self.tried[-1].reason}"
             return None
         return best[1]
+
+    def _tried(self, name: str, settings: Settings) -> tuple[str, float]:
+        """(its settings in words, seconds of its fastest turn)"""
+        process, ready = self._ready(self._begun(name, settings))
+        with contextlib.closing(process):
+            return ready.how, min(process.turn()[0] for _ in range(TRIED_TURNS))
 
     @contextlib.contextmanager
     def _started(self, chosen: dict[str, Settings]) -> Iterator[dict[str, Running]]:
@@ -200,19 +212,14 @@ class _Run:
 
     def _flops(self, processes: dict[str, Running]) -> float | None:
         name = self.workload.flops_of
-        if name is None or name not in processes:
-            return None
+        return None if name not in processes else self._asked(processes, name, ContenderProcess.flops)
+
+    def _asked(self, processes: dict[str, Running], name: str, ask: Callable[[ContenderProcess], T]) -> T | None:
+        """Its answer; None where it has failed, and takes part no longer."""
         try:
-            return processes[name].process.flops()
+            return ask(processes[name].process)
         except FlatoutError as error:
             self._lost(processes, name, error)
-            return None
-
-    def _outputs(self, name: str, process: ContenderProcess) -> list[float] | None:
-        try:
-            return process.outputs()
-        except FlatoutError as error:
-            self.left_out[name] = str(error)
             return None
 
     def _rounds(self, processes: dict[str, Running]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -225,12 +232,10 @@ class _Run:
                 break
             self._say(f"round {number + 1} of {self.effort.rounds}")
             for name in random.sample(list(processes), len(processes)):
-                try:
-                    took, loss = processes[name].process.turn()
-                except FlatoutError as error:
-                    self._lost(processes, name, error)
-                    seconds[name].clear()
+                turn = self._asked(processes, name, ContenderProcess.turn)
+                if turn is None:
                     continue
+                took, loss = turn
                 seconds[name].append(took)
                 losses[name] += [] if loss is None else [loss]
         return seconds, losses
@@ -267,11 +272,4 @@ def difference(plain: Sequence[float], other: Sequence[float], *, tokens: bool) 
 
 def installed_versions(*more: str) -> dict[str, str | None]:
     """Of torch, the peers and `more`; None: not installed."""
-    return {package: _version(package) for package in (*PACKAGES, *more)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {package: installed_version(package) for package in (*PACKAGES, *more)}

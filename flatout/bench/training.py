@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -249,54 +250,45 @@ GPT = Training(model=_gpt2, batch=_text)
 BERT = Training(model=_bert, batch=_masked)
 SMALL = Training(model=partial(GPT2, SMALL_GPT), batch=_small_text, exactness="rounding")
 
-TRAINING = (
-    Workload(
-        key="resnet50-training",
-        title="ResNet-50 training",
-        unit="images",
-        guides="1,850 images/s on an RTX 4090 with batch 64 and AMP",
-        size=lambda setup: f"{_image_count(setup)} images of {_image_size(setup)} x {_image_size(setup)} a step",
-        items=_image_count,
-        contenders=_contenders(RESNET),
-        flops_of="plain torch",
-    ),
-    Workload(
-        key="gpt2-training",
-        title="GPT-2 124M training",
+
+def _of_text(key: str, title: str, training: Training, shape: Callable[[Setup], tuple[int, int]]) -> Workload:
+    return Workload(
+        key=key,
+        title=title,
         unit="tokens",
         guides="",
-        size=lambda setup: "{} x {} tokens a step".format(*_text_shape(setup)),
-        items=lambda setup: _text_shape(setup)[0] * _text_shape(setup)[1],
-        contenders=_contenders(GPT),
+        size=lambda setup: "{} x {} tokens a step".format(*shape(setup)),
+        items=lambda setup: math.prod(shape(setup)),
+        contenders=_contenders(training),
         flops_of="plain torch",
-    ),
-    Workload(
-        key="bert-training",
-        title="BERT-base training",
-        unit="tokens",
-        guides="",
-        size=lambda setup: "{} x {} tokens a step".format(*_masked_shape(setup)),
-        items=lambda setup: _masked_shape(setup)[0] * _masked_shape(setup)[1],
-        contenders=_contenders(BERT),
-        flops_of="plain torch",
-    ),
-    Workload(
-        key="compile",
-        title="torch.compile, a small GPT trained in fp32",
-        unit="tokens",
-        guides="torch.compile gives 1.3x to 2x",
-        size=lambda setup: "16 x 128 tokens a step",
-        items=lambda setup: 16 * 128,
-        contenders=(
-            Contender(name="plain torch", role="plain", prepare=partial(plain, SMALL)),
-            Contender(
-                name="torch.compile",
-                role="peer",
-                prepare=partial(plain, SMALL),
-                grid=lambda setup: ({"compiled": True},),
-            ),
-            _tuned(SMALL),
+    )
+
+
+RESNET50 = Workload(
+    key="resnet50-training",
+    title="ResNet-50 training",
+    unit="images",
+    guides="1,850 images/s on an RTX 4090 with batch 64 and AMP",
+    size=lambda setup: f"{_image_count(setup)} images of {_image_size(setup)} x {_image_size(setup)} a step",
+    items=_image_count,
+    contenders=_contenders(RESNET),
+    flops_of="plain torch",
+)
+GPT2_124M = _of_text("gpt2-training", "GPT-2 124M training", GPT, _text_shape)
+BERT_BASE = _of_text("bert-training", "BERT-base training", BERT, _masked_shape)
+COMPILE = Workload(
+    key="compile",
+    title="torch.compile, a small GPT trained in fp32",
+    unit="tokens",
+    guides="torch.compile gives 1.3x to 2x",
+    size=lambda setup: "16 x 128 tokens a step",
+    items=lambda setup: 16 * 128,
+    contenders=(
+        Contender(name="plain torch", role="plain", prepare=partial(plain, SMALL)),
+        Contender(
+            name="torch.compile", role="peer", prepare=partial(plain, SMALL), grid=lambda setup: ({"compiled": True},)
         ),
-        flops_of="plain torch",
+        _tuned(SMALL),
     ),
+    flops_of="plain torch",
 )

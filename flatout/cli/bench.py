@@ -101,7 +101,7 @@ def _setup(device: str | None, *, quick: bool) -> Setup:
 
 
 def _workloads(only: str | None, *, quick: bool) -> list[Workload]:
-    from flatout.bench.workloads import QUICK, WORKLOADS
+    from flatout.bench.table import QUICK, WORKLOADS
 
     if only is None:
         return [one for key, one in WORKLOADS.items() if key in QUICK or not quick]

@@ -163,7 +163,7 @@ def _versions(driver: Driver) -> Versions:
         python=platform.python_version(),
         operating_system=f"{platform.system()} {platform.release()}",
         flatout=__version__,
-        torch=build.get("__version__") or _installed("torch"),
+        torch=build.get("__version__") or installed_version("torch"),
         cuda=build.get("cuda"),
         cudnn=_first_installed("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if build.get("cuda") else None,
         nccl=_first_installed("nvidia-nccl-cu13", "nvidia-nccl-cu12") if build.get("cuda") else None,
@@ -180,7 +180,8 @@ def _torch_build() -> dict[str, str]:
     return dict(_CONSTANT.findall(_read(Path(spec.origin).parent / "version.py")))
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -188,7 +189,7 @@ def _installed(package: str) -> str | None:
 
 
 def _first_installed(*packages: str) -> str | None:
-    return next((version for package in packages if (version := _installed(package))), None)
+    return next((version for package in packages if (version := installed_version(package))), None)
 
 
 def _read(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flatout.bench import claims
-from flatout.bench.claim import GUIDES, Case, Claim, ClaimResult, ClaimsResult
+from flatout.bench.claim import Case, Claim, ClaimResult, ClaimsResult
 from flatout.bench.claim_steps import MODELS, exactly, peak_bytes, training_step
 from flatout.bench.claims import CLAIMS, measure_claims
 from flatout.bench.results import Speedup
@@ -56,7 +56,6 @@ def test_every_claim_can_be_judged() -> None:
     assert len({claim.key for claim in CLAIMS}) == len(CLAIMS) >= 15
     for claim in CLAIMS:
         assert claim.guides
-        assert set(claim.guides) <= set(GUIDES)
         assert claim.high is None or claim.high > claim.low > 0
         assert (claim.measure is None) == bool(claim.why_not)
         assert claim.unit or claim.quantity != "rate"
@@ -69,7 +68,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, *given: Claim) -> ClaimsResult:
 
 
 def claim(key: str, **changed: Any) -> Claim:
-    given: dict[str, Any] = {"quantity": "speedup", "low": 1.2, "guides": ("lesson",), **changed}
+    given: dict[str, Any] = {"quantity": "speedup", "low": 1.2, "guides": ("A lesson",), **changed}
     return Claim(key=key, says=f"{key} helps", **given)
 
 
