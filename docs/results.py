@@ -21,8 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flatout.bench.claim import Case, ClaimResult, ClaimsResult
+from flatout.bench.claim import ClaimsResult
 from flatout.bench.results import BenchResult
+from flatout.report.bench_text import measured_text
 from flatout.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[1]
@@ -452,22 +453,11 @@ def bench(*results: Document) -> str:
 
 def claims(document: Document) -> str:
     found = ClaimsResult.from_json(_payload(document))
-    rows = [
-        (claim.says, claim.verdict, "; ".join(_case(claim, case) for case in claim.cases) or claim.reason)
-        for claim in found.claims
-    ]
+    rows = []
+    for claim in found.claims:
+        cases = [f"{case.condition} {measured_text(claim, case)}" for case in claim.cases]
+        rows.append((claim.says, claim.verdict, "; ".join(cases) or claim.reason))
     return table(("what guides say", "here", "measured"), rows, above(document))
-
-
-def _case(claim: ClaimResult, case: Case) -> str:
-    found = case.measured
-    if claim.quantity == "rate":
-        value = f"{found.ratio:,.1f} {claim.unit}/s"
-    elif claim.quantity == "share":
-        value = percent(found.ratio)
-    else:
-        value = f"x{found.ratio:.2f}" if found.low is None or found.high is None else ratio(vars(found))
-    return f"{case.condition} {value}"
 
 
 def _payload(document: Document) -> Document:
