@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flatout.infer.prediction.predict import Predictions, predict
     from flatout.kernels.linear_cross_entropy import linear_cross_entropy
     from flatout.machine.description import Machine
+    from flatout.machine.ranks import Ranks, ranks
     from flatout.memory.forecast import MemoryForecast
     from flatout.plan import Plan
     from flatout.search.trial import Trial
@@ -78,6 +79,7 @@ __all__ = [
     "Predictions",
     "ProfileResult",
     "Proof",
+    "Ranks",
     "RunResult",
     "Stream",
     "TensorBoardLog",
@@ -104,6 +106,7 @@ __all__ = [
     "over_all",
     "predict",
     "profile",
+    "ranks",
     "restore",
     "run",
     "supervised",
@@ -137,6 +140,7 @@ _HOMES = {
     "Predictions": "flatout.infer.prediction.predict",
     "ProfileResult": "flatout.application.profile",
     "Proof": "flatout.tuning.results",
+    "Ranks": "flatout.machine.ranks",
     "RunResult": "flatout.application.run",
     "Stream": "flatout.data.batches",
     "TensorBoardLog": "flatout.train.loggers",
@@ -162,6 +166,7 @@ _HOMES = {
     "over_all": "flatout.train.global_metrics",
     "predict": "flatout.infer.prediction.predict",
     "profile": "flatout.application.profile",
+    "ranks": "flatout.machine.ranks",
     "restore": "flatout.checkpoint.restoring",
     "run": "flatout.application.run",
     "supervised": "flatout.train.loss",

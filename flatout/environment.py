@@ -20,7 +20,8 @@ tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices
     _FLATOUT_FOLLOWED_INTO where processes that a script under `flatout run` starts keep their records (set by that run)
     _FLATOUT_SANITIZE      extensions are built with AddressSanitizer (set for a process that runs under it)
     _FLATOUT_COMPLETE      a shell asks for completions of a command line
-    RANK                   which of several processes this one is (set by torchrun)
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+                           which of several processes this one is, and where they meet (set by torchrun)
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from flatout.errors import UsageError
 
 
 def variables() -> dict[str, str]:
@@ -121,7 +124,41 @@ def onednn_instruction_limit() -> str:
 
 def rank() -> int | None:
     """RANK as set by torchrun; None in a process that is not one of several."""
-    text = os.environ.get("RANK", "")
+    return _number("RANK")
+
+
+def local_rank() -> int | None:
+    """LOCAL_RANK as set by torchrun: the number of this process on this machine."""
+    return _number("LOCAL_RANK")
+
+
+def launched() -> tuple[int, int] | None:
+    """(rank, of how many), as a launcher has set them; None where none has.
+
+    Raises UsageError where some of its variables are missing or malformed.
+    """
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = [name for name in needed if os.environ.get(name)]
+    if "RANK" not in given:
+        return None
+    if len(given) < len(needed):
+        raise UsageError(
+            f"{' and '.join(given)} set, but not {' and '.join(name for name in needed if name not in given)}",
+            limit="a launcher sets all of them",
+            remedy="start with: flatout launch train.py, or unset them",
+        )
+    this, count = _number("RANK"), _number("WORLD_SIZE")
+    if this is None or count is None or this >= count:
+        raise UsageError(
+            f"RANK is {os.environ['RANK']!r} and WORLD_SIZE {os.environ['WORLD_SIZE']!r}",
+            limit="they are whole numbers, and ranks are numbered from 0",
+            remedy="start with: flatout launch train.py, or unset them",
+        )
+    return this, count
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else None
 
 

@@ -106,6 +106,14 @@ _OF_WORKERS = (
 )
 
 
+_WHOLE_PARAMETERS = Requirement(
+    other="parallel",
+    allows=lambda kind: kind != "fsdp",
+    why="it needs whole parameters, of which each rank then has a part",
+    remedy="drop one of the two, or set parallel = 'zero1'",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """Every choice of a plan, in the order in which they are applied: a choice that others build on comes first.
@@ -237,6 +245,7 @@ class Choices:
         levers=("matrix_units:MatrixUnits",),
         pairs_with=("precision",),
         in_forecasts=False,
+        requires=(_WHOLE_PARAMETERS,),
     )
     loss: Literal["chunked"] | None = choice(
         "cross-entropy of a last linear layer's scores: chunked = these are never held whole (saves memory)",
@@ -244,6 +253,7 @@ class Choices:
         exactness="rounding",
         aim="memory",
         levers=("chunked_loss:ChunkedLoss",),
+        requires=(_WHOLE_PARAMETERS,),
     )
     precision: Literal["fp32", "bf16", "fp16"] | None = choice(
         "dtype of autocast regions; fp16 also scales the loss, so that small gradients do not vanish",
@@ -276,6 +286,36 @@ class Choices:
         in_forecasts=False,
     )
 
+    parallel: Literal["ddp", "zero1", "fsdp"] | None = choice(
+        "several ranks: ddp = each has the whole model, zero1 = and a part of the optimizer's state, fsdp = of all",
+        scopes=("step", "batches"),
+        exactness="rounding",
+        in_forecasts=False,
+    )
+    batch_norm: Literal["local", "synced"] | None = choice(
+        "batch norms of several ranks: local = statistics of each rank's share, synced = of the whole batch (CUDA)",
+        scopes=("step",),
+        exactness="reduced",
+        in_forecasts=False,
+        requires=(
+            Requirement(other="parallel", allows=_is_set, why="it is for several ranks", remedy="set parallel = 'ddp'"),
+        ),
+    )
+    gradient_compression: Literal["bf16", "fp16"] | None = choice(
+        "dtype in which ranks send each other their gradients",
+        scopes=("step",),
+        exactness="reduced",
+        in_forecasts=False,
+        requires=(
+            Requirement(
+                other="parallel",
+                allows=lambda kind: kind in ("ddp", "zero1"),
+                why="only these send whole gradients",
+                remedy="set parallel = 'ddp'",
+            ),
+        ),
+    )
+
     micro_batches: int | None = choice(
         "parts that each batch is split into, for one optimizer step; the batch does not grow",
         scopes=("step",),
@@ -290,6 +330,7 @@ class Choices:
         exactness="bit-identical",
         aim="memory",
         levers=("activation_offload:ActivationOffload",),
+        requires=(_WHOLE_PARAMETERS,),
     )
     activation_checkpointing: Literal["block", "selective"] | None = choice(
         "recompute activations in backward: block = of each repeated block, selective = all but matrix products",
@@ -321,6 +362,7 @@ class Choices:
         aim="memory",
         levers=("optimizer_in_backward:OptimizerInBackward",),
         requires=(
+            _WHOLE_PARAMETERS,
             Requirement(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ALL_GRADIENTS),
             Requirement(other="nonfinite", allows=lambda kind: kind is None, why=_ALL_GRADIENTS),
             Requirement(other="precision", allows=lambda kind: kind != "fp16", why=_ALL_GRADIENTS),
@@ -333,6 +375,7 @@ class Choices:
         exactness="reduced",
         aim="memory",
         levers=("optimizer_state:LowBitState",),
+        requires=(_WHOLE_PARAMETERS,),
     )
     out_of_memory: Literal["split", "exact", "raise"] | None = choice(
         "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run",

@@ -21,7 +21,7 @@ ROOMS = [
     "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "notebook_tables", "signals",
     "tracebacks", "replaced", "generators", "parameters", "statistics", "sequential", "timing", "environment",
     "machine", "plan_document", "plan_choices", "private_details", "plan", "arguments", "precision", "kernels",
-    "memory", "data", "models", "levers", "search", "checkpoint", "train", "infer", "parallel", "profiling", "script",
+    "memory", "data", "models", "levers", "parallel", "search", "checkpoint", "train", "infer", "profiling", "script",
     "diagnose", "tuning", "sizing", "source_patch", "bench", "report", "serve", "application", "cli",
 ]
 # fmt: on

@@ -88,6 +88,13 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
     all_gradients = (fields["micro_batches"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16"
     if all_gradients or fields["zero_grad"]:
         fields |= {"optimizer_in_backward": None}
+    if fields["parallel"] is None:
+        fields |= {"batch_norm": None}
+    if fields["parallel"] not in ("ddp", "zero1"):
+        fields |= {"gradient_compression": None}
+    if fields["parallel"] == "fsdp":
+        whole = ("kernels", "loss", "activation_offload", "optimizer_in_backward", "optimizer_state")
+        fields |= dict.fromkeys(whole)
     if fields["weights"] != "int8":
         fields |= {"activations": None}
     fields |= {"arguments_digest": None} if fields["argv"] else {}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
 
+from flatout import environment
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number
 from flatout.data.buckets import BucketOrder, Lengths, check_tokens, lengths_of
 from flatout.data.given_orders import BatchOrder, EpochOrder, length_of
@@ -26,6 +27,7 @@ from flatout.data.sources import Arrays, Collate, Source, Whole, source_of
 from flatout.data.workers import Key, Pacing, Workers
 from flatout.errors import UsageError
 from flatout.machine.detect import usable_cores
+from flatout.machine.ranks import ranks as ranks_of_run
 from flatout.plan import Plan
 
 if TYPE_CHECKING:
@@ -296,7 +298,7 @@ def batches(
     `data`: tensors or numpy arrays [samples, ...], alone or in dicts, tuples, dataclasses, memory-mapped ones too; a
     map-style or iterable data set; or a DataLoader, whose data set, batch size, order and collate function are used.
     `shuffle` is on by default, except for streams, which keep their order. `device` is where batches are handed out
-    (default: the CPU). `rank` and `ranks` default to those of torch.distributed.
+    (default: the CPU). `rank` and `ranks` default to those of torch.distributed, which a plan with `parallel` begins.
 
     `length` puts samples of similar lengths into one batch, so that little is padded: a function of a sample, or the
     lengths of all samples, in order. With `tokens` a batch has as many samples as fit into that number of tokens once
@@ -314,7 +316,7 @@ def batches(
 
     plan = as_plan(plan, "batches")
     as_whole_number(seed, "seed", least=-(2**63))
-    rank, ranks = _ranks(rank, ranks)
+    rank, ranks = _place(rank, ranks, plan)
     order: EpochOrder | BatchOrder | BucketOrder | None = None
     check_tokens(tokens, length, drop_last=drop_last)
     if isinstance(data, DataLoader):
@@ -418,11 +420,21 @@ def _checked(batch_size: int | None, ranks: int) -> int:
     return batch_size
 
 
-def _ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
+def _place(rank: int | None, ranks: int | None, plan: Plan) -> tuple[int, int]:
     from torch import distributed
 
-    if rank is None and ranks is None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
+    if rank is None and ranks is None:
+        if plan.parallel is not None:
+            here = ranks_of_run()
+            return here.rank, here.count
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        if (launched := environment.launched()) is not None and launched[1] > 1:
+            raise UsageError(
+                f"this is rank {launched[0]} of {launched[1]}, and torch.distributed has not begun",
+                limit="every rank would get all the samples",
+                remedy="call flatout.ranks() first; or pass rank=0, ranks=1 for all of them",
+            )
     rank = as_whole_number(0 if rank is None else rank, "rank", least=0)
     ranks = as_whole_number(1 if ranks is None else ranks, "ranks")
     if not 0 <= rank < ranks:

@@ -33,7 +33,6 @@ from flatout.sizing.training import Training, tell_terminal
 from flatout.statistics import median
 from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
 from flatout.torch_private.compiler import dynamo_settings
-from flatout.train.ranks import ranks_of
 from flatout.train.split import release
 from flatout.train.step import StepState, TrainStep
 from flatout.tuning.step_trial import SEED, copies_of
@@ -294,9 +293,9 @@ def _checked(
 
 
 def _check_step(step: TrainStep) -> None:
-    if ranks_of(step.model) > 1:
+    if step.group is not None:
         raise UsageError(
-            f"the model is one of {ranks_of(step.model)} ranks of DDP",
+            f"the model is trained by {step.group.size()} ranks",
             limit="each rank would measure by itself, and wait for the others in every step",
             remedy="measure in one process: a batch there is a rank's share",
         )

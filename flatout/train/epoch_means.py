@@ -13,7 +13,7 @@ from flatout.train.readings import Readings
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
+    from torch.distributed import ProcessGroup
 
 Row = tuple[int, tuple[str, ...], tuple[str, ...]]
 """A step's number, the names of its values, and the names of those that are only logged."""
@@ -59,22 +59,22 @@ class EpochMeans:
         """Log the values that were not read yet. Waits for the device."""
         self._readings.read()
 
-    def means(self, model: Module) -> dict[str, float]:
+    def means(self, group: ProcessGroup | None) -> dict[str, float]:
         """Over all ranks. Waits for the device."""
-        return {name: total / weight for name, (total, weight) in self._all_sums(model).items()}
+        return {name: total / weight for name, (total, weight) in self._all_sums(group).items()}
 
-    def _all_sums(self, model: Module) -> dict[str, tuple[float, float]]:
+    def _all_sums(self, group: ProcessGroup | None) -> dict[str, tuple[float, float]]:
         self._readings.read()
         whole: dict[str, tuple[float, float]] = {}
-        for sums in gathered(self._sums, model):
+        for sums in gathered(self._sums, group):
             for name, (total, weight) in sums.items():
                 before = whole.get(name, (0.0, 0.0))
                 whole[name] = before[0] + total, before[1] + weight
         return whole
 
-    def state_dict(self, model: Module) -> dict[str, list[float]]:
+    def state_dict(self, group: ProcessGroup | None) -> dict[str, list[float]]:
         """The sums so far, over all ranks."""
-        return {name: list(pair) for name, pair in self._all_sums(model).items()}
+        return {name: list(pair) for name, pair in self._all_sums(group).items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]], *, first_rank: bool) -> None:
         """The saved sums are those of all ranks: only one rank continues with them."""

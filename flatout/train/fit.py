@@ -20,12 +20,12 @@ from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches, batches_of
 from flatout.errors import UsageError
-from flatout.train.fit_run import Evaluation, Run, Source, is_first
+from flatout.train.fit_run import Evaluation, Run, Source
 from flatout.train.interruption import Stop, stop_on_signals
 from flatout.train.loggers import Logger, check_loggers
 from flatout.train.patience import Patience, Waiting, as_patience, direction
 from flatout.train.progress import Progress
-from flatout.train.ranks import SharedStop, gathered, ranks_of
+from flatout.train.ranks import SharedStop, gathered, is_first
 from flatout.train.step import TrainStep, check_scheduler_of
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def fit(
     patience = as_patience(patience)
     run = _run(step, data, metric, checkpoints, objects, epoch_scheduler, ema, patience, loggers)
     resumed_at = run.resume()
-    first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.model), run.source
+    first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.group, step.device), run.source
     _check_passes(source, epochs, steps)
     if run.stopped:  # asked again, so that with another rule, or none, it continues
         run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), step)
@@ -233,7 +233,7 @@ def _at_end(source: Source) -> bool:
 
 
 def _any_rank(answer: object, step: TrainStep) -> bool:
-    return any(gathered(bool(answer), step.model))
+    return any(gathered(bool(answer), step.group))
 
 
 def _run(
@@ -262,7 +262,7 @@ def _run(
     given = checkpoints if isinstance(checkpoints, Checkpoints) else None
     needed = folder is not None or patience is not None
     best = direction(metric, given, patience, epoch_scheduler, needed=needed)
-    if isinstance(source, GivenBatches) and checkpoints is not None and ranks_of(step.model) > 1:
+    if isinstance(source, GivenBatches) and checkpoints is not None and step.group is not None:
         raise UsageError(
             "checkpoints are given, and the data is an iterable of batches",
             limit="with several ranks the position in it cannot be found again",
@@ -277,7 +277,7 @@ def _run(
         ema=ema,
         epoch_scheduler=epoch_scheduler,
         waiting=None if patience is None else Waiting(patience, best),
-        loggers=check_loggers(loggers) if is_first(step.model) else (),
+        loggers=check_loggers(loggers) if is_first(step.group) else (),
     )
 
 

@@ -20,12 +20,11 @@ from flatout.train.interruption import BrokenOff, Stop
 from flatout.train.loggers import Logger, flush, restore_loggers, states_of
 from flatout.train.loss import terms_or_none
 from flatout.train.patience import Waiting, WaitingState
-from flatout.train.ranks import ddp_of, mean_figures, ranks_of
+from flatout.train.ranks import is_first, mean_figures
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
     from torch.optim.swa_utils import AveragedModel
@@ -89,14 +88,14 @@ class Run:
     def _load_state(self, state: RunState) -> None:
         """Restore what `_state` returned; checkpoints not made by `fit`, or by an earlier version, lack parts of it."""
         if "means" in state:
-            self.means.load_state_dict(state["means"], first_rank=is_first(self.step.model))
+            self.means.load_state_dict(state["means"], first_rank=is_first(self.step.group))
         if self.waiting is not None and (waiting := state.get("waiting")) is not None:
             self.waiting.load_state_dict(waiting)
         self.figures, self.stopped = dict(state.get("figures", {})), state.get("stopped", False)
         restore_loggers(self.loggers, state.get("loggers", {}))
 
     def _state(self) -> RunState:
-        means = self.means.state_dict(self.step.model)  # before the loggers: it logs what was not read yet
+        means = self.means.state_dict(self.step.group)  # before the loggers: it logs what was not read yet
         return {
             "means": means,
             "waiting": None if self.waiting is None else self.waiting.state_dict(),
@@ -173,7 +172,7 @@ class Run:
         try:
             return function(*arguments)
         except (Exception, SystemExit):
-            if ranks_of(self.step.model) > 1:
+            if self.step.group is not None:
                 warnings.warn("nothing was saved: the other ranks do not know of this rank's exception", stacklevel=2)
             else:
                 self._save_at_last(self.figures.get(self.metric) if self.source.position == 0 else None)
@@ -187,7 +186,7 @@ class Run:
 
     def end_epoch(self, evaluation: Evaluation | None, *, whole: bool) -> dict[str, float]:
         """Evaluate, and record the figures; schedule and patience only count whole epochs."""
-        self.train_figures = self.means.means(self.step.model)
+        self.train_figures = self.means.means(self.step.group)
         figures = {f"train_{name}": value for name, value in self.train_figures.items()} if whole else {}
         figures |= self._evaluate(evaluation)
         self.figures = figures
@@ -212,7 +211,7 @@ class Run:
                 limit="it returns a dict of figures",
                 remedy="for example lambda: flatout.evaluate(step, test)",
             )
-        figures = mean_figures({name: float(value) for name, value in returned.items()}, self.step.model)
+        figures = mean_figures({name: float(value) for name, value in returned.items()}, self.step.group)
         self.evaluations.append(figures)
         return figures
 
@@ -248,16 +247,6 @@ def needs_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
     import torch
 
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
-def is_first(model: Module) -> bool:
-    """Is this the rank that logs?"""
-    parallel = ddp_of(model)
-    if parallel is None or ranks_of(model) == 1:
-        return True
-    from torch import distributed
-
-    return distributed.get_rank(parallel.process_group) == 0
 
 
 def _learning_rate(optimizer: Optimizer) -> Tensor | float:

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from flatout.errors import NumericsError, UsageError
+from flatout.parallel.whole_tensors import total_norm
 from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class GradientStep:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None or self.nonfinite is not None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            self.norm = torch.nn.utils.get_total_norm(gradients)
+            self.norm = total_norm(gradients)
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, self.norm)
         if self.scaler is not None:

@@ -38,7 +38,7 @@ class LossParts:
         """What part i adds to the batch's loss, to call backward on; `returned` is (loss, figures)."""
         loss, figures = returned
         scale = None if self._total is None else self._scale(i)
-        share = loss if scale is None else _scaled(loss, scale)
+        share = loss if scale is None else scaled(loss, scale)
         self.loss = share.detach() if self.loss is None else self.loss + share.detach()
         if figures:
             self._add(figures, scale, part)
@@ -70,7 +70,7 @@ class LossParts:
             scale = samples / self._samples
         for name, value in figures.items():
             tensor = value.detach().squeeze() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            self.figures[name] = self.figures.get(name, 0.0) + _scaled(tensor, scale)
+            self.figures[name] = self.figures.get(name, 0.0) + scaled(tensor, scale)
 
 
 def on_host(value: Number) -> bool:
@@ -97,7 +97,7 @@ def figures_of(returned: Tensor | tuple[Tensor, Mapping[str, Number]]) -> tuple[
     return returned[0], dict(returned[1])
 
 
-def _scaled(value: Tensor, scale: Number) -> Tensor:
+def scaled(value: Tensor, scale: Number) -> Tensor:
     """`value * scale`, but 0 for a share of 0: the mean of nothing may be NaN."""
     import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from flatout import environment
 from flatout.data.nested import is_numpy_array, leaves_in, tensors_in
 from flatout.errors import UsageError
 
@@ -14,13 +15,17 @@ if TYPE_CHECKING:
 
 
 def device(index: int | None = None) -> torch.device:
-    """The device to train on: CUDA device `index` (default 0) if torch can use CUDA, else the CPU.
+    """The device to train on: CUDA device `index` if torch can use CUDA, else the CPU.
+
+    index: default 0; of several ranks that a launcher started on this machine each has that of its local rank.
 
     Raises UsageError for an index beyond the visible devices.
     """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index is None and count > 1:
+        index = environment.local_rank()
     if index is not None and (not isinstance(index, int) or not 0 <= index < max(count, 1)):
         raise UsageError(
             f"device index {index!r}",

@@ -21,17 +21,9 @@ ASK_SECONDS, ASK_STEPS = 0.25, 16
 """How often ranks ask each other whether to stop; the number of steps limits it when steps suddenly take longer."""
 
 
-def ddp_of(model: Module) -> DistributedDataParallel | None:
-    """The model if it is wrapped by DDP, else None."""
-    import torch
-
-    return model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
-
-
-def ranks_of(model: Module) -> int:
-    """Over how many ranks the model averages its gradients: 1 unless it is wrapped by DDP."""
-    parallel = ddp_of(model)
-    return 1 if parallel is None else int(parallel.process_group.size())
+def is_first(group: ProcessGroup | None) -> bool:
+    """Is this the rank that logs?"""
+    return group is None or group.rank() == 0
 
 
 def mean_over_ranks(value: Tensor | float, device: torch.device, group: ProcessGroup) -> Tensor:
@@ -59,8 +51,6 @@ class SharedStep:
 
     def begin(self) -> None:
         """The next step."""
-        self.weight: Tensor | None = None
-        """The mean of the ranks' weights, once it is known."""
         self._in_line = self._reducing = False
 
     @contextlib.contextmanager
@@ -105,12 +95,10 @@ class SharedStop:
     They ask each other about four times a second, and read the answer when they ask again: nothing waits for it.
     """
 
-    def __init__(self, model: Module) -> None:
-        parallel = ddp_of(model)
-        self._group = parallel.process_group if parallel is not None and ranks_of(model) > 1 else None
-        self.alone = self._group is None
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.alone = group is None
         """Is this the only rank?"""
-        self._device = next(model.parameters()).device
         self._answer: Callable[[], list[float]] | None = None
         self._period, self._steps, self._began = 1, 0, time.perf_counter()
 
@@ -152,21 +140,30 @@ class SharedStop:
         return answer
 
 
-def gathered(value: T, model: Module) -> list[T]:
-    """The value of every rank, in their order; only the given one if the model is not in DDP."""
-    parallel = ddp_of(model)
-    if parallel is None or ranks_of(model) == 1:
+def largest_of_ranks(value: int, device: torch.device, group: ProcessGroup) -> int:
+    """The largest of the ranks' numbers. Waits for the device."""
+    import torch
+    from torch import distributed
+
+    largest = torch.tensor(value, device=device)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
+    return int(largest)
+
+
+def gathered(value: T, group: ProcessGroup | None) -> list[T]:
+    """The value of every rank, in their order; only the given one without other ranks."""
+    if group is None:
         return [value]
     from torch import distributed
 
-    found = [value] * ranks_of(model)
-    distributed.all_gather_object(found, value, group=parallel.process_group)
+    found = [value] * group.size()
+    distributed.all_gather_object(found, value, group=group)
     return found
 
 
-def mean_figures(figures: Mapping[str, float], model: Module) -> dict[str, float]:
+def mean_figures(figures: Mapping[str, float], group: ProcessGroup | None) -> dict[str, float]:
     """The means over the ranks of the figures that all of them have, so that all ranks decide alike."""
-    every = gathered(dict(figures), model)
+    every = gathered(dict(figures), group)
     if len(every) == 1:
         return dict(figures)
     return {name: sum(one[name] for one in every) / len(every) for name in figures if all(name in one for one in every)}

@@ -8,6 +8,9 @@ One call is one step of the optimizer, whatever the plan does inside: `micro_bat
 does not fit into memory is split further and tried again. The gradient is still that of the mean loss over the whole
 batch, each part weighted by the number of terms in its mean (see `flatout.train.loss`).
 
+With the plan's `parallel`, or a model in DistributedDataParallel or fully_shard, each rank trains on its share of a
+batch, and the update is that of the whole batch.
+
 Under DDP a rank whose batch does not fit starts its share again alone, and the others wait for it. After the forward
 pass of its last part, whose backward pass reduces the gradients, it raises instead. A model or loss that itself
 exchanges values between the ranks would do so more often on that rank: it needs out_of_memory="raise".
@@ -35,20 +38,23 @@ from flatout.levers.low_bit import LowBitOptimizer
 from flatout.levers.model_call import calls_wrapped
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.parallel.parallelize import parallelize
 from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import CountTerms, LossFn, own_metrics
-from flatout.train.loss_parts import LossParts, Number, figures_of
+from flatout.train.loss_parts import LossParts, Number, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
-from flatout.train.ranks import SharedStep, ddp_of, mean_over_ranks, ranks_of
+from flatout.train.ranks import SharedStep, largest_of_ranks, mean_over_ranks
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -90,7 +96,9 @@ class TrainStep:
     ) -> None:
         self.plan = as_plan(plan, "step")
         check_clip_norm(clip_norm)
-        parameters = _trained(as_model(model), as_optimizer(optimizer))
+        as_model(model)
+        _check_optimizer(as_optimizer(optimizer))
+        check_optimizer_of(optimizer, model)
         _check_scheduler(scheduler, optimizer)
         as_loss_fn(loss_fn)
         _check_count_terms(count_terms)
@@ -107,13 +115,18 @@ class TrainStep:
         self._subject.optimizers.add(optimizer)
         self._applied = Applied(self._subject)
         self._levers = contextlib.ExitStack()
+        self._strategy = parallelize(model, optimizer, self.plan)
+        if self._strategy.settled is not None:  # innermost: what other levers wrap around a call is around this too
+            self._levers.enter_context(self._subject.around_calls(self._reduced))
+        self.group: ProcessGroup | None = self._strategy.group
+        """The ranks that train the model together, each on its share of every batch; None: this process alone."""
         self._apply_levers()
         stepped: Any = optimizer  # a LowBitOptimizer takes its place without being a subclass
         if self.plan.optimizer_state is not None:
             stepped = LowBitOptimizer(optimizer)
             self._levers.callback(stepped.close)
         self._update = GradientStep(
-            parameters,
+            parameters_of(optimizer),
             stepped,
             clip_norm=clip_norm,
             fp16=self.plan.precision == "fp16",
@@ -121,7 +134,7 @@ class TrainStep:
         )
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
-            check_in_backward(clip_norm=clip_norm, ranks=ranks_of(model))
+            check_in_backward(clip_norm=clip_norm, ranks=1 if self.group is None else self.group.size())
             self._in_backward = UpdatesInBackward(stepped)
             self._levers.callback(self._in_backward.close)
         self.figures: dict[str, Tensor] = {}
@@ -131,19 +144,19 @@ class TrainStep:
             self._losses = LossWatch()
         self._loss_checked = False
         self._mixes_samples: bool | None = None
+        self._mean_terms: Number | None = None
+        """The mean over the ranks of the terms in a step's batch, once it is known."""
         self._shared: SharedStep | None = None
-        self._parallel = ddp_of(model)
-        if self._parallel is not None and ranks_of(model) > 1:
-            self._shared = SharedStep()
-            self._levers.enter_context(self._shared.watching(self._parallel))
+        self._watched = contextlib.ExitStack()
+        self._watch_shared_step()
 
     # what the user calls
 
     def __call__(self, batch: object) -> Tensor:
         """One step on `batch`. Returns its mean loss before the step, a detached scalar on the model's device.
 
-        Under DDP `batch` is this rank's share, and the mean over the ranks of the returned losses is the mean loss of
-        the whole batch.
+        With several ranks `batch` is this rank's share, and the mean over the ranks of the returned losses is the mean
+        loss of the whole batch.
         """
         if not self.model.training:
             raise UsageError(
@@ -160,6 +173,11 @@ class TrainStep:
         if self._losses is not None:
             self._losses.add(self.steps - 1, loss)
         return loss
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter that it trains."""
+        return self._update.parameters[0].device
 
     @property
     def skipped(self) -> int:
@@ -246,9 +264,14 @@ class TrainStep:
         return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, count_terms=given)
 
     def close(self) -> None:
-        """Undo every lever: model and optimizer are as they were given, except for their training."""
+        """Undo every lever: model and optimizer are as they were given, except for their training.
+
+        A model that `parallel = "fsdp"` has sharded stays sharded; a step with the same plan continues with it.
+        """
         self._applied.set([])
+        self._watched.close()
         self._levers.close()
+        self._strategy.close()
 
     def state_dict(self) -> StepState:
         """What the step itself remembers: counts, loss scaling, parts. `capture(step)` includes all that it trains."""
@@ -291,8 +314,11 @@ class TrainStep:
 
     def _backward_in_parts(self, batch: object) -> Tensor:
         """Gradients of the whole batch's mean loss; tried again with smaller parts if memory runs out."""
+        self._mean_terms = None
         if self._shared is not None:
             self._shared.begin()
+        if self._strategy.settled is not None and self._loss_checked:
+            self._settle()
         while True:
             attempt = self._attempt()
             self.optimizer.zero_grad(set_to_none=True)
@@ -306,8 +332,8 @@ class TrainStep:
             # Only outside of the handler does nothing hold the tensors of the failed attempt any more.
             if attempt is not None:
                 attempt.put_back()
-            if self._shared is not None and self._parallel is not None:
-                self._shared.begin_again(self._parallel)
+            if self._shared is not None and self._strategy.ddp is not None:
+                self._shared.begin_again(self._strategy.ddp)
             release(self.model, self.optimizer)
             self._split_further(batch)
 
@@ -321,13 +347,19 @@ class TrainStep:
     def _backward(self, parts: Sequence[object]) -> Tensor:
         weights, total = self._weights(parts)
         sums = LossParts(weights, total)
+        # gradients are averaged over the ranks: of a loss that sums over its terms that is a part of the sum
+        ranks = 1 if self.group is None or total is not None else self.group.size()
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
-            if sums.is_left_out(i) and not (last and self._shared):  # the last one reduces the ranks' gradients
+            if sums.is_left_out(i) and not self._needs_all_ranks(last):
                 continue
             with contextlib.nullcontext() if last else self._without_reduction():
                 share = sums.share(i, part, self._loss(part))
-                self._update.scale(share).backward()
+                self._update.scale(share if ranks == 1 else share * ranks).backward()
+        if self._strategy.calls_are_collective and self.micro_batches > 1:
+            self._take_part_in_others(parts)
+        if self._strategy.after_backward is not None:
+            self._strategy.after_backward()
         self.figures = sums.figures
         assert sums.loss is not None  # a part is only left out if others have terms
         return sums.loss
@@ -335,21 +367,52 @@ class TrainStep:
     def _weights(self, parts: Sequence[object]) -> tuple[Sequence[Number | None], Number | None]:
         """How many terms each part's mean has, and their sum; no sum if the parts are to be added up as they are.
 
-        Under DDP, which averages over the ranks, it is the mean of the ranks' sums: each term then has the same weight,
-        whichever rank has it, in however many parts.
+        With several ranks, over which gradients are averaged, it is the mean of the ranks' sums: each term then has the
+        same weight, whichever rank has it, in however many parts.
         """
-        shared, parallel = self._shared, self._parallel
-        if len(parts) == 1 and shared is None:
+        if len(parts) == 1 and self.group is None:
             return [1], None
         weights = [self.count_terms(part) for part in parts]
         terms = [weight for weight in weights if weight is not None]
         if len(terms) < len(weights):
             return weights, None  # the loss sums over its terms
-        if shared is None or parallel is None:
+        if self.group is None:
             return weights, sum(terms)
-        if shared.weight is None:
-            shared.weight = mean_over_ranks(sum(terms), self._update.parameters[0].device, parallel.process_group)
-        return weights, shared.weight
+        if self._mean_terms is None:  # once a step, however often this rank starts its share of it again
+            self._mean_terms = mean_over_ranks(sum(terms), self.device, self.group)
+        return weights, self._mean_terms
+
+    def _needs_all_ranks(self, last: bool) -> bool:
+        """Does this part take place even if it has no terms? The last one reduces the ranks' gradients."""
+        return self._strategy.calls_are_collective or (last and self._shared is not None)
+
+    def _take_part_in_others(self, parts: Sequence[object]) -> None:
+        """Call the model as often as the rank whose share has the most parts; with a loss of 0."""
+        most = len(parts) if self.group is None else largest_of_ranks(len(parts), self.device, self.group)
+        for _ in range(most - len(parts)):
+            scaled(self._loss(parts[-1])[0], 0.0).backward()
+
+    def _settle(self) -> None:
+        """Go on in the way that the first step has shown to be the better one."""
+        settled = self._strategy.settled
+        assert settled is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        strategy = settled()
+        strategy.settled, strategy.close = None, self._strategy.close
+        self._strategy = strategy
+        self._watch_shared_step()
+
+    def _watch_shared_step(self) -> None:
+        """Follow which of a step's collectives are over."""
+        self._watched.close()
+        if self.group is not None and self._strategy.ddp is not None:
+            self._shared = SharedStep()
+            self._watched.enter_context(self._shared.watching(self._strategy.ddp))
+
+    def _reduced(self, module: Module, call: Callable[[], object]) -> object:
+        """A call of the model as its ranks make it."""
+        wrapper = self._strategy.wrapper
+        return call() if wrapper is None else wrapper(module, call)
 
     def _loss(self, part: object) -> tuple[Tensor, dict[str, Number]]:
         if not self._subject.wrappers:
@@ -373,7 +436,7 @@ class TrainStep:
     def _without_reduction(self) -> contextlib.AbstractContextManager[None]:
         """Under DDP gradients are averaged over the ranks once per step, not once per part."""
         no_sync: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(self.model, "no_sync", None)
-        return no_sync() if no_sync is not None else contextlib.nullcontext()
+        return self._strategy.without_reduction() if no_sync is None else no_sync()
 
     def _explain(self, error: Exception, batch: object) -> None:
         """Raise a clearer error than torch's if devices or dtypes do not match; otherwise the error is the user's."""
@@ -386,7 +449,7 @@ class TrainStep:
         """Raise if splitting is not wanted, not exact, or not possible any more."""
         if self.plan.out_of_memory == "raise" or self._in_backward is not None:
             raise error  # weights that were updated in this backward cannot be restored
-        if hasattr(self.model, "no_sync"):
+        if self.group is not None or hasattr(self.model, "no_sync"):
             self._refuse_to_split_alone(error)
         if self.plan.out_of_memory == "exact" and (coupled := batch_coupled_layers(self.model)):
             raise MachineError(
@@ -404,9 +467,11 @@ class TrainStep:
 
     def _refuse_to_split_alone(self, error: Exception) -> None:
         """Raise if the other ranks are in a collective that this one left, or would have to take part again."""
-        obstacle: str | None = "it is no rank of DDP"
-        if self._shared is not None and self._parallel is not None:
-            obstacle = self._shared.obstacle(self._parallel)
+        obstacle = None if self._strategy.after_backward is not None else "it is no rank of DDP"
+        if self._shared is not None and self._strategy.ddp is not None:
+            obstacle = self._shared.obstacle(self._strategy.ddp)
+        elif self._strategy.calls_are_collective:
+            obstacle = "each pass gathers parameters from the other ranks"
         if obstacle is not None:
             raise MachineError(
                 "out of memory on one rank",
@@ -423,13 +488,6 @@ class TrainStep:
             f"a batch of {samples} did not fit; from now on it is split into {self.micro_batches} parts{note}",
             stacklevel=4,
         )
-
-
-def _trained(model: Module, optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that the optimizer updates, each once; UsageError if they are not the model's."""
-    _check_optimizer(optimizer)
-    check_optimizer_of(optimizer, model)
-    return parameters_of(optimizer)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

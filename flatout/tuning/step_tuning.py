@@ -25,7 +25,6 @@ from flatout.plan_choices import Exactness
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
-from flatout.train.ranks import ranks_of
 from flatout.train.step import TrainStep
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.proposals import SearchLimits
@@ -86,9 +85,9 @@ def _check(step: TrainStep) -> None:
             limit="those are what a tune tries",
             remedy=f"tune a step made with plan.without({names})",
         )
-    if ranks_of(step.model) > 1:
+    if step.group is not None:
         raise UsageError(
-            f"the model is one of {ranks_of(step.model)} ranks of DDP",
+            f"the model is trained by {step.group.size()} ranks",
             limit="each rank would search on its own, while every step waits for the others",
             remedy="tune the model in one process, and use the plan on all ranks",
         )

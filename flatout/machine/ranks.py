@@ -1,0 +1,125 @@
+"""Which of the processes of a run this one is.
+
+    here = flatout.ranks()                # under `flatout launch`, torchrun, or a launcher that sets the same variables
+    model = Model().to(here.device)
+    if here.first:
+        print("only once")
+
+A process that no launcher started is alone: rank 0 of 1, so that the same script runs with plain `python` too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from flatout import environment
+from flatout.errors import MachineError, UsageError, describe_error
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_SECONDS = 600.0
+"""How long a rank waits in a collective for one that does not arrive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among those that train together."""
+
+    rank: int
+    """Its number, from 0."""
+    count: int
+    """How many there are, on all machines."""
+    local_rank: int
+    """Its number on this machine."""
+    device: torch.device
+    """The GPU with the number of the local rank; the CPU where there is none."""
+
+    @property
+    def first(self) -> bool:
+        """Is it the one that prints and writes files?"""
+        return self.rank == 0
+
+
+def ranks(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
+    """This process's place among its ranks; begins torch.distributed if a launcher started it and nothing else did.
+
+    TrainStep and `batches` with a plan that sets `parallel` call it themselves. timeout_seconds: how long a collective
+    waits for a rank, where torch.distributed is begun here.
+
+    Raises UsageError where a launcher's variables are incomplete or there are fewer GPUs than ranks on this machine,
+    MachineError where the ranks do not find each other.
+    """
+    import torch
+    from torch import distributed
+
+    if not distributed.is_available():
+        return Ranks(rank=0, count=1, local_rank=0, device=_device(0))
+    if not distributed.is_initialized():
+        place = environment.launched()
+        if place is None:
+            return Ranks(rank=0, count=1, local_rank=0, device=_device(0))
+        _begin(timeout_seconds)
+    local = environment.local_rank()
+    rank = distributed.get_rank()
+    device = torch.device("cpu") if _backend_is_gloo() else _device(rank if local is None else local)
+    return Ranks(rank=rank, count=distributed.get_world_size(), local_rank=local or 0, device=device)
+
+
+def joined() -> bool:
+    """Has torch.distributed begun in this process?"""
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _begin(timeout_seconds: float) -> None:
+    import torch
+    from torch import distributed
+
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(_device(environment.local_rank() or 0))
+    try:
+        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    except (RuntimeError, ValueError) as error:
+        raise MachineError(
+            f"the ranks did not find each other: {describe_error(error)}",
+            limit="each connects to MASTER_ADDR and MASTER_PORT",
+            remedy="start them with: flatout launch train.py",
+        ) from error
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """Threads of gloo that are left at the interpreter's end may abort the process."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        with contextlib.suppress(Exception):
+            distributed.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise UsageError(
+            f"this is rank {local_rank} of those on this machine, which has {count} GPU{'s' * (count != 1)}",
+            limit="each rank has a GPU of its own",
+            remedy=f"start {count} on this machine: flatout launch --nproc-per-node {count} train.py",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _backend_is_gloo() -> bool:
+    from torch import distributed
+
+    return distributed.get_backend() == "gloo"

@@ -1,0 +1,89 @@
+"""What a plan's `parallel` stands for: how the ranks of a run share the training of one model.
+
+    ddp            every rank has the whole model; gradients are averaged
+    zero1          the same, and each rank keeps the optimizer's state of a part of the parameters
+    fsdp           each rank keeps a part of everything: parameters, gradients, state
+
+A model that the user gave to DistributedDataParallel or fully_shard is trained as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flatout.errors import PlanError, UsageError
+from flatout.machine.ranks import ranks
+from flatout.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.plan import Plan
+
+
+def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
+    """Share the training among this process's ranks as the plan says, or as the user did; alone, change nothing.
+
+    Raises PlanError for choices that do not go together, UsageError for a model that cannot be shared that way.
+    """
+    import torch
+
+    given = _as_given(model)
+    if given is not None or plan.parallel is None:
+        return given or Strategy()
+    if ranks().count == 1:
+        return Strategy()
+    _check_batch_norms(model, plan)
+    if plan.batch_norm == "synced":
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if plan.parallel == "fsdp":
+        from flatout.parallel.shard import sharded
+
+        return sharded(model, optimizer)
+    from flatout.parallel.replicate import replicated
+
+    strategy = replicated(model, compression=plan.gradient_compression)
+    if plan.parallel == "zero1" and strategy.group is not None:
+        from flatout.parallel.sharded_updates import ShardedUpdates
+
+        strategy.close = ShardedUpdates(optimizer, strategy.group).close
+    return strategy
+
+
+def _as_given(model: Module) -> Strategy | None:
+    import torch
+
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        from flatout.parallel.replicate import wrapped_by_user
+
+        return wrapped_by_user(model)
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2; its package is not imported to find out
+        from flatout.parallel.shard import is_sharded, sharded_by_user
+
+        return sharded_by_user(model) if is_sharded(model) else None
+    return None
+
+
+def _check_batch_norms(model: Module, plan: Plan) -> None:
+    """Their statistics would be those of a rank's share, so that the training is another with every number of ranks."""
+    from torch.nn import SyncBatchNorm
+
+    from flatout.torch_private.modules import BatchNorm
+
+    found = [name for name, layer in model.named_modules() if isinstance(layer, BatchNorm) and layer.training]
+    on_gpu = all(one.is_cuda for one in model.parameters())
+    if plan.batch_norm == "synced" and not on_gpu:
+        raise PlanError(
+            "batch_norm is 'synced', and the model is on the CPU",
+            limit="torch's SyncBatchNorm works on GPUs",
+            remedy="use batch_norm = 'local', or a layer that treats each sample by itself (GroupNorm, LayerNorm)",
+        )
+    apart = [name for name in found if not isinstance(model.get_submodule(name), SyncBatchNorm)]
+    if apart and plan.batch_norm is None:
+        synced = "batch_norm = 'synced', or " if on_gpu else ""
+        raise UsageError(
+            f"{apart[0] or 'the model'} is a batch norm, and parallel is {plan.parallel!r}",
+            limit="its mean and variance would be those of each rank's share: not the training of one process",
+            remedy=f"set {synced}batch_norm = 'local' to accept that; or use GroupNorm or LayerNorm",
+        )

@@ -1,0 +1,131 @@
+"""Data parallel: every rank has the whole model, and gradients are averaged over the ranks by torch's DDP.
+
+The model itself is not wrapped: its calls are routed through a DDP, so that its type, its attributes and the names in
+its state dict stay as they are, and it can be called by itself, as in an evaluation, without the other ranks.
+
+DDP waits for the gradient of every parameter, unless it is told to walk through the graph in every step to find those
+that get none. Whether there are any is seen in the first step, whose gradients are averaged here, after the backward
+pass; DDP takes over from the second step on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.parallel.strategy import Strategy, group_or_none
+
+COMPRESSIONS: dict[str, Callable[..., Any]] = {  # as torch has them: it does not type its hooks
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
+"""How gradients are sent in half as many bytes."""
+PACKET_BYTES = 25 << 20
+"""Tensors are sent together, up to so many bytes at a time: as many as DDP's buckets hold."""
+
+
+class _Calls(torch.nn.Module):
+    """Calls whatever function it is given: a call of its model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], object]) -> object:
+        return call()
+
+
+def replicated(model: torch.nn.Module, *, compression: str | None = None) -> Strategy:
+    """Train `model` on every rank, from rank 0's weights."""
+    group = group_or_none(distributed.group.WORLD)
+    if group is None:
+        return Strategy()
+    same_on_all_ranks(model)
+    all_used = False
+
+    def average() -> None:
+        nonlocal all_used
+        all_used = average_gradients(model.parameters(), group)
+
+    def settled() -> Strategy:
+        return _in_ddp(model, compression, unused=not all_used)
+
+    return Strategy(group=group, after_backward=average, settled=settled)
+
+
+def wrapped_by_user(ddp: DistributedDataParallel) -> Strategy:
+    return Strategy(group=group_or_none(ddp.process_group), ddp=ddp, without_reduction=ddp.no_sync)
+
+
+def same_on_all_ranks(model: torch.nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers: ranks that drew them from different seeds would each train
+    another model."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            sent = tensor.detach().contiguous()
+            distributed.broadcast(sent, 0)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
+
+
+def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:
+    """The mean of the ranks' gradients, in place; a rank without one counts as 0. Were there all, on all ranks?"""
+    trained = [one for one in parameters if one.requires_grad]
+    if not trained:
+        return True
+    device = trained[0].device
+    given = torch.tensor([one.grad is not None for one in trained], dtype=torch.int32, device=device)
+    counts = given.clone()
+    distributed.all_reduce(counts, group=group)
+    ranks = group.size()
+    used = [one for one, count in zip(trained, counts.tolist(), strict=True) if count]
+    for one in used:
+        if one.grad is None:
+            one.grad = torch.zeros_like(one)
+    for packet in packets([one.grad for one in used if one.grad is not None]):
+        flat = torch.cat([one.reshape(-1) for one in packet])
+        distributed.all_reduce(flat, group=group)
+        flat /= ranks
+        for one, part in zip(packet, flat.split([one.numel() for one in packet]), strict=True):
+            one.copy_(part.view(one.shape))
+    return bool((counts == ranks).all())
+
+
+def packets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups of one dtype and device, each of up to PACKET_BYTES or a single tensor."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    for one in tensors:
+        found = kinds.setdefault((one.dtype, one.device), [[]])
+        if found[-1] and sum(other.nbytes for other in found[-1]) + one.nbytes > PACKET_BYTES:
+            found.append([])
+        found[-1].append(one)
+    return [packet for found in kinds.values() for packet in found]
+
+
+def _in_ddp(model: torch.nn.Module, compression: str | None, *, unused: bool) -> Strategy:
+    options: dict[str, Any] = {_syncs_buffers(): any(True for _ in model.buffers())}  # keywords of DDP
+    ddp = DistributedDataParallel(
+        _Calls(model),
+        find_unused_parameters=unused,
+        gradient_as_bucket_view=True,
+        init_sync=False,  # the ranks are the same already
+        **options,
+    )
+    if compression is not None:
+        ddp.register_comm_hook(None, COMPRESSIONS[compression])
+    strategy = wrapped_by_user(ddp)
+    strategy.wrapper = lambda module, call: ddp(call)
+    return strategy
+
+
+def _syncs_buffers() -> str:
+    """What torch calls its option to send rank 0's buffers to all ranks in each forward pass; renamed in 2.13."""
+    options = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"

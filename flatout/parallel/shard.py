@@ -1,0 +1,65 @@
+"""Fully sharded data parallel (torch's FSDP2): each rank holds a part of every parameter, gradient and moment.
+
+A block's parameters are gathered just before it runs and let go of right after; its gradients are averaged and
+scattered as soon as they are there. Repeated blocks are sharded one by one, the rest of the model together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from flatout.errors import UsageError
+from flatout.levers.compile import repeated_blocks
+from flatout.parallel.replicate import same_on_all_ranks
+from flatout.parallel.strategy import Strategy, group_or_none
+from flatout.parallel.whole_tensors import is_distributed, like
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Was it given to fully_shard?"""
+    return isinstance(model, FSDPModule)
+
+
+def sharded_by_user(model: torch.nn.Module) -> Strategy:
+    """Each part's gradients are scattered at once, so nothing holds a reduction back: whole gradients would take the
+    memory that sharding saves."""
+    parameter = next((one for one in model.parameters() if is_distributed(one)), None)
+    if parameter is None:
+        raise UsageError(
+            "the model was given to fully_shard, and has no sharded parameter",
+            limit="its ranks are those of its parameters",
+            remedy="pass a model with parameters to fully_shard",
+        )
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]  # of a DTensor
+    return Strategy(group=group_or_none(mesh.get_group(0)), calls_are_collective=True)
+
+
+def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
+    """Shard the model over all ranks, in place, and give the optimizer the sharded parameters.
+
+    Every rank begins with rank 0's weights. State that the optimizer holds already is sharded with its parameters.
+    """
+    same_on_all_ranks(model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    device = next(iter(before.values())).device.type
+    mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    for block in repeated_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    exchange_parameters(optimizer, [(old, after[name]) for name, old in before.items()])
+    return sharded_by_user(model)
+
+
+def exchange_parameters(optimizer: torch.optim.Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Have the optimizer update the second of each pair in place of the first; its state of that one goes along."""
+    new = {id(old): (old, parameter) for old, parameter in pairs}
+    for group in optimizer.param_groups:
+        group["params"][:] = [new[id(one)][1] if id(one) in new else one for one in group["params"]]
+    for old, parameter in new.values():
+        state = optimizer.state.pop(old, None)
+        if state is not None:
+            optimizer.state[parameter] = {key: like(parameter, value) for key, value in state.items()}

@@ -1,0 +1,134 @@
+"""ZeRO stage 1: each rank keeps the optimizer's state of its own part of the parameters, and updates only these.
+
+The optimizer stays the user's own object, so schedules, clipping and fused kernels work on. Before its step the
+gradients of the other ranks' parameters are hidden from it; after the step every rank sends what it updated. Its
+state_dict() collects the state of all ranks, so it is called on all of them; load_state_dict() takes a whole state and
+keeps this rank's part: a checkpoint does not depend on the number of ranks.
+
+torch's ZeroRedundancyOptimizer is another object with groups of its own, of which a scheduler of the user's optimizer
+would know nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from flatout.errors import UsageError
+from flatout.parallel.replicate import packets
+from flatout.parameters import parameters_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ShardedUpdates:
+    """Hooks on an optimizer that share its updates among the ranks of a group; `close` removes them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> None:
+        if any(one.numel() and torch.is_complex(one) for one in parameters_of(optimizer)):
+            raise UsageError(
+                "parallel is 'zero1', and the model has complex parameters",
+                limit="they are sent as real numbers",
+                remedy="use parallel = 'ddp'",
+            )
+        self._group, self._optimizer = group, optimizer
+        self._rank, self._count = group.rank(), group.size()
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._drop_others()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._hide),
+            optimizer.register_step_post_hook(self._share),
+            optimizer.register_state_dict_post_hook(self._collect),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._drop_others()),
+        ]
+
+    def owners(self) -> list[int]:
+        """Of each parameter, in the optimizer's order, the rank that updates it: the largest first, each to the rank
+        that has least so far. The same on all ranks, whatever trained before."""
+        parameters = parameters_of(self._optimizer)
+        load, owner = [0] * self._count, [0] * len(parameters)
+        for number in sorted(range(len(parameters)), key=lambda one: (-parameters[one].numel(), one)):
+            rank = min(range(self._count), key=lambda one: (load[one], one))
+            owner[number], load[rank] = rank, load[rank] + parameters[number].numel()
+        return owner
+
+    def close(self) -> None:
+        """The optimizer steps by itself again; on each rank with the state of its own part only, if it has any."""
+        for handle in self._handles:
+            handle.remove()
+
+    # around a step
+
+    def _hide(self, *_: object) -> None:
+        parameters = zip(parameters_of(self._optimizer), self.owners(), strict=True)
+        self._hidden = [(one, one.grad) for one, owner in parameters if owner != self._rank]
+        for one, _grad in self._hidden:
+            one.grad = None
+
+    def _share(self, *_: object) -> None:
+        for one, gradient in self._hidden:
+            one.grad = gradient
+        self._hidden = []
+        by_owner: list[list[Tensor]] = [[] for _ in range(self._count)]
+        for parameter, owner in zip(parameters_of(self._optimizer), self.owners(), strict=True):
+            if parameter.grad is not None:  # averaged by DDP: the same ones on all ranks
+                by_owner[owner].append(parameter)
+        with torch.no_grad():
+            for owner, tensors in enumerate(by_owner):
+                for packet in packets(tensors):
+                    self._send(owner, packet)
+
+    def _send(self, owner: int, tensors: list[Tensor]) -> None:
+        flat = torch.cat([one.reshape(-1) for one in tensors])
+        distributed.broadcast(flat, distributed.get_global_rank(self._group, owner), group=self._group)
+        if owner == self._rank:
+            return
+        for one, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
+            one.copy_(part.view(one.shape))
+
+    # states
+
+    def _drop_others(self) -> None:
+        for one, owner in zip(parameters_of(self._optimizer), self.owners(), strict=True):
+            if owner != self._rank:
+                self._optimizer.state.pop(one, None)
+
+    def _collect(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
+        """The whole state, on every rank: of each parameter from the rank that updates it."""
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        own: dict[int, Any] = state["state"]
+        forms: list[Any] = [None] * self._count  # filled by torch
+        mine = {number: {key: _form(value) for key, value in entry.items()} for number, entry in own.items()}
+        distributed.all_gather_object(forms, mine, group=self._group)
+        entries = {
+            number: {
+                key: self._received(owner, own[number][key] if owner == self._rank else None, form)
+                for key, form in forms[owner][number].items()
+            }
+            for number, owner in zip(numbers, self.owners(), strict=True)
+            if number in forms[owner]
+        }
+        return {**state, "state": entries}
+
+    def _received(self, owner: int, own: Any, form: object) -> object:  # own: of any type
+        if not isinstance(form, _Form):
+            return form
+        tensor: Tensor = torch.empty(form.shape, dtype=form.dtype, device=form.device) if own is None else own
+        tensor = tensor.contiguous()
+        distributed.broadcast(tensor, distributed.get_global_rank(self._group, owner), group=self._group)
+        return tensor
+
+
+class _Form:
+    """A tensor without its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.dtype, self.device = tensor.dtype, tensor.device.type
+
+
+def _form(value: object) -> object:
+    return _Form(value) if isinstance(value, torch.Tensor) else value

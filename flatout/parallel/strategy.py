@@ -1,0 +1,41 @@
+"""How one model is trained by several ranks, as far as a training step has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+    from flatout.levers.subject import Wrapper
+
+
+@dataclass(kw_only=True)
+class Strategy:
+    """Of a process that trains alone, nothing is set."""
+
+    group: ProcessGroup | None = None
+    """Over whose ranks gradients are averaged; None: there are no others."""
+    wrapper: Wrapper | None = None
+    """What goes around the model's calls while it trains."""
+    ddp: DistributedDataParallel | None = None
+    """Where gradients are averaged by DDP, which has a state from one pass to the next."""
+    calls_are_collective: bool = False
+    """Do all ranks have to call the model equally often, because each call gathers its parameters?"""
+    without_reduction: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around the forward and backward pass of a part of a batch that is not its last."""
+    after_backward: Callable[[], None] | None = None
+    """Called when the gradients of a whole step are there: averages them, where nothing else has done so."""
+    settled: Callable[[], Strategy] | None = None
+    """What to go on with after the first step, whose passes showed more of the model; a collective. None: the same."""
+    close: Callable[[], None] = lambda: None
+    """Undo what can be undone: a model that is sharded stays sharded."""
+
+
+def group_or_none(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group, if it has more than one rank."""
+    return group if group is not None and group.size() > 1 else None

@@ -1,0 +1,46 @@
+"""Between tensors that are spread over ranks (DTensors) and whole ones.
+
+`isinstance` would have to import torch.distributed.tensor in every process; what only a DTensor has tells them apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def is_distributed(value: object) -> bool:
+    """Is it a tensor of which this rank may hold a part only?"""
+    return hasattr(value, "full_tensor") and hasattr(value, "placements")
+
+
+def whole(value: Any) -> Any:  # a DTensor, or anything else
+    """The whole of a tensor that is spread over ranks, a collective; anything else as it is."""
+    return value.full_tensor() if is_distributed(value) else value
+
+
+def like(parameter: Any, value: Any) -> Any:  # DTensors or tensors
+    """`value`, spread over the ranks as `parameter` is, where it is a whole tensor of the same shape; else as it is.
+
+    Nothing is sent: every rank has the whole, and keeps its part of it.
+    """
+    import torch
+
+    if not is_distributed(parameter) or not isinstance(value, torch.Tensor) or is_distributed(value):
+        return value
+    if value.shape != parameter.shape or value.ndim == 0:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    local = value.to(parameter.device)
+    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, a plain tensor; of spread ones over all ranks."""
+    import torch
+
+    norm: Tensor = whole(torch.nn.utils.get_total_norm(gradients))
+    return norm
