@@ -10,6 +10,7 @@ import torch
 from flatout.checkpoint.differences import Findings
 from flatout.errors import UsageError
 from flatout.levers.low_bit import without_codes
+from flatout.parallel.whole_tensors import like
 from flatout.parameters import parameters_of
 
 Saved: TypeAlias = Mapping[str, Any]  # as torch has it: every optimizer keeps what it likes
@@ -64,8 +65,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtyp
     torch converts state to its parameter's dtype: fp32 moments of bf16 weights would lose their last bits.
     """
     devices = {parameter.device for parameter in parameters_of(optimizer)}
+    parameters = dict(_parameters(optimizer, saved))
     states = {
-        identity: {key: _own(value, devices) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
+        identity: {key: like(parameters.get(identity), _own(value, devices)) for key, value in entry.items()}
+        if isinstance(entry, Mapping)
+        else entry
         for identity, entry in saved["state"].items()
     }
     groups = [

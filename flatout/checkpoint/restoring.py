@@ -25,6 +25,7 @@ from flatout.checkpoint.rank_generators import states_here
 from flatout.checkpoint.saved import Checkpoint, Loaded, open_checkpoint
 from flatout.errors import UsageError
 from flatout.generators import check_generators, generator_states, set_generators
+from flatout.parallel.whole_tensors import like
 from flatout.torch_private.attributes import LAYOUT_VERSIONS
 
 
@@ -222,7 +223,7 @@ def _compare_model(path: str, model: torch.nn.Module, saved: object, found: Find
     fitting: OrderedDict[str, object] = OrderedDict()
     for name, value in there.items():
         if name in here and _fits(f"{path}: {name}", own[here[name]], value, found):
-            fitting[here[name]] = value
+            fitting[here[name]] = like(own[here[name]], value)
     # the layout version of each layer; torch looks for it as an attribute of the dict
     setattr(fitting, LAYOUT_VERSIONS, getattr(own, LAYOUT_VERSIONS, None))
     return _Loading(

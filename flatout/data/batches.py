@@ -106,6 +106,23 @@ class Batches:
         return whole + (rest >= self._out.least_samples)
 
     @property
+    def ranks(self) -> int:
+        """How many ranks share each batch."""
+        return self._out.ranks
+
+    def too_few_for_ranks(self) -> object | None:
+        """The samples at the end of the current epoch that are no batch, because they are fewer than the ranks; whole.
+
+        None where there are none, and with `drop_last`, `length` or a sampler of batches. The epoch goes on unchanged.
+        """
+        rest = self.samples % self._out.batch_size
+        if self._order is not None and not isinstance(self._order, EpochOrder):
+            return None
+        if self._out.drop_last or not 0 < rest < self._out.ranks:
+            return None
+        return self._source.batch(self._epoch_order()[self.samples - rest :], self.epoch)
+
+    @property
     def workers(self) -> tuple[int, str]:
         """(number of worker processes, why that number)."""
         return self._pacing.count, self._pacing.reason

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.arguments import as_iterable, as_metrics, as_model, as_plan, described, wrong
+from flatout.data.batches import Batches
 from flatout.data.nested import batch_length, to_device
 from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
+from flatout.machine.ranks import ranks
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
@@ -50,9 +52,8 @@ def evaluate(
 
     Batches are moved to the model's device. A figure over no item at all is NaN.
 
-    Under torch.distributed nothing is reduced over the ranks: each rank returns the figures of its own `data`. For the
-    figures of the whole data set let every rank evaluate all of it:
-    `flatout.batches(test, 64, shuffle=False, rank=0, ranks=1)`.
+    Of several ranks each evaluates its share, if `data` is a `flatout.batches(...)`, and returns the figures of the
+    whole data set; call it on all of them. Of any other data each rank returns the figures of its own.
 
     Raises UsageError if there is no batch, or if metrics returns anything but a dict of figures.
     """
@@ -62,6 +63,8 @@ def evaluate(
     remedy = "pass flatout.batches(data, 64, shuffle=False), or [batch]"
     as_iterable(data, "data", limit="it is an iterable of batches", remedy=remedy)
     totals = _Totals()
+    shared = isinstance(data, Batches) and data.ranks > 1
+    rest = data.too_few_for_ranks() if isinstance(data, Batches) and shared else None
     home = _only_device(model)
     with contextlib.ExitStack() as around:
         around.enter_context(evaluating(model))
@@ -74,7 +77,12 @@ def evaluate(
         for given in data:
             batch = given if home is None else to_device(given, home)
             totals.add(_measured(model, batch, metrics), batch)
-    return totals.figures()
+        if rest is not None:  # every rank calls the model, because that may be a collective; one of them counts it
+            batch = rest if home is None else to_device(rest, home)
+            found = _measured(model, batch, metrics)
+            if ranks().first:
+                totals.add(found, batch)
+    return totals.of_all_ranks() if shared else totals.figures()
 
 
 def _subject(
@@ -110,6 +118,24 @@ class _Totals:
             total, count = _sum_and_count(name, value, batch)
             before = self._sums.get(name, (0.0, 0))
             self._sums[name] = before[0] + total, before[1] + count
+
+    def of_all_ranks(self) -> dict[str, float]:
+        """The figures over the batches of all ranks: a collective. Waits for the device."""
+        from torch import distributed
+
+        every: list[Any] = [None] * distributed.get_world_size()  # filled by torch
+        sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
+        rows = {name: one.rows() for name, one in self._gathered.items()}
+        distributed.all_gather_object(every, (sums, rows))
+        whole: dict[str, tuple[Number, Number]] = {}
+        for there, _ in every:
+            for name, (total, count) in there.items():
+                before = whole.get(name, (0.0, 0))
+                whole[name] = before[0] + total, before[1] + count
+        self._sums = whole
+        for name, one in self._gathered.items():
+            one.take([row for _, rows_there in every for row in rows_there.get(name, ())])
+        return self.figures()
 
     def figures(self) -> dict[str, float]:
         """Waits for the device."""

@@ -92,6 +92,23 @@ class Gathered:
         else:
             self._rows.append(tuple(map(_held, given.rows)))
 
+    def rows(self) -> list[tuple[object, ...]]:
+        """The rows so far, on the host, for the other ranks. None of an object that exchanges its state by itself, as
+        those of torchmetrics do."""
+        if isinstance(self.metric, Metric):
+            if not callable(getattr(self.metric, "sync", None)):
+                raise UsageError(
+                    f"the metric of the figure {self.name!r} is a {type(self.metric).__name__}",
+                    limit="it keeps a state of its own, which ranks that share the data cannot exchange",
+                    remedy="pass a function of all rows, or let each rank evaluate all: batches(..., rank=0, ranks=1)",
+                )
+            return []
+        return [tuple(one.cpu() if hasattr(one, "cpu") else one for one in row) for row in self._rows]
+
+    def take(self, rows: list[tuple[object, ...]]) -> None:
+        """The rows of all ranks."""
+        self._rows = rows
+
     def figures(self) -> dict[str, float]:
         """The figure by its name, or several figures."""
         try:
