@@ -1,6 +1,7 @@
 """Train a character model on Python's own source text with the library and let it write; started again it goes on.
 
 python examples/library/char_lm.py --steps 600 --folder runs/char_lm
+flatout launch --nproc-per-node 2 examples/library/char_lm.py --steps 600 --folder runs/char_lm --parallel ddp
 """
 
 import argparse
@@ -69,10 +70,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parallel", choices=("ddp", "zero1", "fsdp"), help="how several ranks share the training")
     arguments = parser.parse_args()
 
     torch.manual_seed(arguments.seed)
-    device = flatout.device()
+    here = flatout.ranks()  # started by plain python: rank 0 of 1
+    device = here.device
     text = read_source_text(arguments.characters)
     alphabet = sorted(set(text))
     numbers = {character: i for i, character in enumerate(alphabet)}
@@ -90,7 +93,7 @@ def main() -> None:
         heads=max(1, arguments.width // 32),
     )
     model = GPT2(config).to(device)
-    plan = flatout.Plan(precision=arguments.precision, optimizer="fused")
+    plan = flatout.Plan(precision=arguments.precision, optimizer="fused", parallel=arguments.parallel)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     warmup = max(1, min(100, arguments.steps // 10))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -99,7 +102,7 @@ def main() -> None:
     )
     step = flatout.TrainStep(model, optimizer, loss_fn, plan, clip_norm=1.0, scheduler=scheduler)
     train = flatout.batches(windows, 16, plan, seed=arguments.seed, device=device)
-    test = flatout.batches(held_out, 32, shuffle=False, device=device)
+    test = flatout.batches(held_out, 32, plan, shuffle=False, device=device)
     result = flatout.fit(
         step,
         train,
@@ -108,6 +111,8 @@ def main() -> None:
         checkpoints=flatout.Checkpoints(arguments.folder, asynchronous=True),
         save_every_steps=100,
     )
+    if not here.first:
+        return
     resumed = f" after step {result.resumed_at_step}" if result.resumed_at_step is not None else ""
     print(f"{result.steps} steps{resumed}")
     if result.evaluations:
@@ -115,7 +120,8 @@ def main() -> None:
         print(
             f"held-out loss {result.evaluations[-1]['loss']:.3f} nats a character; of frequencies alone {entropy:.3f}"
         )
-    write(model, alphabet, arguments.block - 10)
+    if arguments.parallel != "fsdp":  # the first rank alone has a part of the model only
+        write(model, alphabet, arguments.block - 10)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,15 @@ scattered as soon as they are there. Repeated blocks are sharded one by one, the
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from flatout.data.nested import tensors_in
 from flatout.errors import UsageError
 from flatout.levers.compile import repeated_blocks
 from flatout.parallel.replicate import same_on_all_ranks
@@ -34,7 +38,39 @@ def sharded_by_user(model: torch.nn.Module) -> Strategy:
             remedy="pass a model with parameters to fully_shard",
         )
     mesh = parameter.device_mesh  # type: ignore[attr-defined]  # of a DTensor
-    return Strategy(group=group_or_none(mesh.get_group(0)), calls_are_collective=True)
+    outputs = _Outputs()
+    return Strategy(
+        group=group_or_none(mesh.get_group(0)),
+        wrapper=outputs.noted,
+        after_loss=outputs.check,
+        calls_are_collective=True,
+    )
+
+
+class _Outputs:
+    """The model's outputs, until the loss is there. One that is a view and was changed in place has lost the hook by
+    which FSDP gathers the parameters again for the backward pass: gradients would be wrong without an error."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int]] = []
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)  # it is checked here
+
+    def noted(self, module: torch.nn.Module, call: Callable[[], object]) -> object:
+        output = call()
+        for _, tensor in tensors_in(output, "output"):
+            if isinstance(tensor, torch.Tensor) and tensor._is_view():
+                self._seen.append((tensor.detach(), tensor._version))  # they count changes together
+        return output
+
+    def check(self) -> None:
+        seen, self._seen = self._seen, []
+        for tensor, version in seen:
+            if tensor._version != version:
+                raise UsageError(
+                    "loss_fn changed an output of the model in place",
+                    limit="under fully_shard the gradients would be wrong: the output is a view",
+                    remedy="write out = out + x in place of out += x, or clone the output first",
+                )
 
 
 def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
@@ -52,6 +88,13 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Strateg
     after = dict(model.named_parameters(remove_duplicate=False))
     exchange_parameters(optimizer, [(old, after[name]) for name, old in before.items()])
     return sharded_by_user(model)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let go of parameters that were gathered for a forward pass that no backward pass follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def exchange_parameters(optimizer: torch.optim.Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -28,8 +28,10 @@ class Strategy:
     """Do all ranks have to call the model equally often, because each call gathers its parameters?"""
     without_reduction: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around the forward and backward pass of a part of a batch that is not its last."""
+    after_loss: Callable[[], None] | None = None
+    """Called when the loss of a part is there, before its backward pass."""
     after_backward: Callable[[], None] | None = None
-    """Called when the gradients of a whole step are there: averages them, where nothing else has done so."""
+    """Called when the gradients of a whole step are there, before anything uses them."""
     settled: Callable[[], Strategy] | None = None
     """What to go on with after the first step, whose passes showed more of the model; a collective. None: the same."""
     close: Callable[[], None] = lambda: None

@@ -82,6 +82,10 @@ def evaluate(
             found = _measured(model, batch, metrics)
             if ranks().first:
                 totals.add(found, batch)
+        if hasattr(model, "reshard"):  # FSDP2; its package is not imported to find out
+            from flatout.parallel.shard import reshard
+
+            reshard(model)
     return totals.of_all_ranks() if shared else totals.figures()
 
 

@@ -116,7 +116,9 @@ class TrainStep:
         self._applied = Applied(self._subject)
         self._levers = contextlib.ExitStack()
         self._strategy = parallelize(model, optimizer, self.plan)
-        if self._strategy.settled is not None:  # innermost: what other levers wrap around a call is around this too
+        if (
+            self._strategy.wrapper or self._strategy.settled
+        ):  # innermost: what other levers wrap around a call is around this too
             self._levers.enter_context(self._subject.around_calls(self._reduced))
         self.group: ProcessGroup | None = self._strategy.group
         """The ranks that train the model together, each on its share of every batch; None: this process alone."""
@@ -421,6 +423,8 @@ class TrainStep:
             with calls_wrapped(self.model, self._subject.call) as calls:
                 returned = self.loss_fn(self.model, part)
             called = bool(calls)
+        if self._strategy.after_loss is not None:
+            self._strategy.after_loss()
         loss, figures = figures_of(returned)
         if not self._loss_checked:
             _check_loss(loss)
@@ -467,7 +471,7 @@ class TrainStep:
 
     def _refuse_to_split_alone(self, error: Exception) -> None:
         """Raise if the other ranks are in a collective that this one left, or would have to take part again."""
-        obstacle = None if self._strategy.after_backward is not None else "it is no rank of DDP"
+        obstacle = None if self._strategy.settled is not None else "it is no rank of DDP"
         if self._shared is not None and self._strategy.ddp is not None:
             obstacle = self._shared.obstacle(self._strategy.ddp)
         elif self._strategy.calls_are_collective:

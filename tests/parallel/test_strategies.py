@@ -1,0 +1,186 @@
+"""Two ranks under each strategy train what one process trains: ragged shares, parts, clipping, a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.conftest import RunRanks
+
+TRAIN = """
+import warnings
+import flatout
+from flatout import Plan, TrainStep, batches, supervised
+from flatout.parallel.whole_tensors import whole
+out, folder, kind, begin, steps = sys.argv[4:9]
+torch.manual_seed(rank)  # the ranks have to begin with rank 0's weights
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    def forward(self, x):
+        return x + self.inner(x)
+model = nn.Sequential(nn.Linear(5, 6), Block(), Block(), nn.Linear(6, 3))
+generator = torch.Generator().manual_seed(1)
+x = torch.randn(42, 7, 5, generator=generator)
+y = torch.randint(0, 3, (42, 7), generator=generator)
+for i in range(42):
+    y[i, 1 + i % 6 :] = -100  # ragged: one to six targets
+plan = Plan(parallel=kind, micro_batches=2)
+optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), plan, clip_norm=0.3, scheduler=schedule)
+data = batches((x, y), 7, plan, seed=3)
+checkpoints = flatout.Checkpoints(folder)
+if int(begin):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks whose random states")
+        flatout.restore(checkpoints.load(), step, data)
+assert step.steps == int(begin)
+while step.steps < int(steps):
+    for batch in data:
+        step(batch)
+        if step.steps == int(steps):
+            break
+checkpoints.save(flatout.capture(step, data), step=step.steps)
+figures = flatout.evaluate(step, batches((x[:31], y[:31]), 10, plan, shuffle=False))  # the last batch: one sample
+weights = [whole(one.detach()).clone() for one in model.parameters()]
+held = sum(one.to_local().numel() if hasattr(one, "to_local") else one.numel() for one in model.parameters())
+moments = sum(
+    (one.to_local() if hasattr(one, "to_local") else one).numel()
+    for state in optimizer.state.values() for name, one in state.items() if name != "step"
+)
+torch.save({"weights": weights, "figures": figures, "held": held, "moments": moments}, f"{out}.{rank}")
+step.close()
+leave()
+"""
+PARAMETERS = 5 * 6 + 6 + 2 * (6 * 6 + 6) + 6 * 3 + 3
+
+
+def train(run_ranks: RunRanks, out: Path, folder: Path, kind: str, ranks: int, begin: int, steps: int) -> list[dict]:
+    assert run_ranks(TRAIN, ranks, out, folder, kind, begin, steps) == [(0, "", "")] * ranks
+    return [torch.load(f"{out}.{rank}") for rank in range(ranks)]
+
+
+def close(one: dict, other: dict) -> None:
+    for here, there in zip(one["weights"], other["weights"], strict=True):
+        torch.testing.assert_close(here, there, rtol=2e-5, atol=2e-6)
+    assert one["figures"] == pytest.approx(other["figures"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict]:
+    """What one process came to; filled by the first test that needs it."""
+    return {}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp"])
+def test_two_ranks_train_what_one_trains_and_continue_with_another_number(
+    run_ranks: RunRanks, tmp_path: Path, alone: dict[str, dict], kind: str
+) -> None:
+    if not alone:
+        alone["8"] = train(run_ranks, tmp_path / "alone", tmp_path / "one", "ddp", 1, 0, 8)[0]
+    folder = tmp_path / "two"
+    whole = train(run_ranks, tmp_path / "whole", tmp_path / "whole-run", kind, 2, 0, 8)
+    for rank in whole:
+        close(rank, alone["8"])
+    assert [rank["held"] for rank in whole] == ([PARAMETERS] * 2 if kind != "fsdp" else _shares())
+    moments = [rank["moments"] for rank in whole]
+    assert sum(moments) == 2 * PARAMETERS * (2 if kind == "ddp" else 1)
+    train(run_ranks, tmp_path / "cut", folder, kind, 2, 0, 5)
+    resumed = train(run_ranks, tmp_path / "resumed", folder, kind, 2, 5, 8)
+    for rank, uninterrupted in zip(resumed, whole, strict=True):
+        assert all(map(torch.equal, rank["weights"], uninterrupted["weights"]))
+    other = tmp_path / "other"
+    train(run_ranks, tmp_path / "first", other, kind, 2, 0, 5)
+    close(train(run_ranks, tmp_path / "later", other, "ddp", 1, 5, 8)[0], alone["8"])
+
+
+def _shares() -> list[int]:
+    """FSDP cuts each parameter along its first size, the first rank having the larger part."""
+    sizes = [(6, 5), (6, 1), *[(6, 6), (6, 1)] * 2, (3, 6), (3, 1)]
+    first = sum((rows + 1) // 2 * columns for rows, columns in sizes)
+    return [first, PARAMETERS - first]
+
+
+UNUSED = """
+from flatout import Plan, TrainStep
+from flatout.errors import UsageError
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(self, x):
+        x = self.always(x)
+        return self.sometimes(x) if x.shape[0] > 2 else x  # only where there are three samples
+torch.manual_seed(0)
+model = Model()
+kept = model.never.weight.detach().clone()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+count = (lambda batch: None) if sys.argv[5] == "sum" else None
+def loss_fn(model, batch):
+    squares = model(batch).square()
+    return squares.sum() if count else squares.mean()
+step = TrainStep(model, optimizer, loss_fn, Plan(parallel="ddp"), count_terms=count)
+x = torch.randn(6, 5, 3)
+for i in range(6):
+    if ranks > 1:
+        step(x[i, :3] if rank == 0 else x[i, 3:])  # the second rank never uses `sometimes`
+    else:  # the same gradient
+        optimizer.zero_grad()
+        parts = [x[i, :3], x[i, 3:]]
+        scale = [1, 1] if count else [3 / 5, 2 / 5]
+        sum(loss_fn(model, part) * one for part, one in zip(parts, scale)).backward()
+        optimizer.step()
+assert torch.equal(model.never.weight, kept)
+bad = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+if ranks > 1:
+    try:
+        TrainStep(bad, torch.optim.SGD(bad.parameters(), 0.1), loss_fn, Plan(parallel="ddp"))
+    except UsageError as error:
+        print(error)
+    TrainStep(bad, torch.optim.SGD(bad.parameters(), 0.1), loss_fn, Plan(parallel="ddp", batch_norm="local"))
+torch.save([one.detach() for one in model.parameters()], f"{sys.argv[4]}.{rank}")
+leave()
+"""
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_parameters_that_a_rank_does_not_use_and_losses_that_sum(
+    run_ranks: RunRanks, tmp_path: Path, kind: str
+) -> None:
+    (code, _, errors), *_ = run_ranks(UNUSED, 1, tmp_path / "one", kind)
+    assert (code, errors) == (0, "")
+    found = run_ranks(UNUSED, 2, tmp_path / "two", kind)
+    for code, said, errors in found:
+        assert (code, errors) == (0, "")
+        assert said.startswith("1 is a batch norm, and parallel is 'ddp'; its mean and variance would be those of each")
+    for rank in range(2):
+        for here, there in zip(torch.load(f"{tmp_path}/two.{rank}"), torch.load(f"{tmp_path}/one.0"), strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+
+
+IN_PLACE = """
+from flatout import Plan, TrainStep
+from flatout.errors import UsageError
+model = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(1, (2, 2)))  # its output is a view
+before = [one.detach().clone() for one in model.parameters()]
+def loss_fn(model, batch):
+    output = model(batch)
+    output += 1
+    return output.square().mean()
+step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, Plan(parallel="fsdp"))
+try:
+    step(torch.randn(4, 3))
+except UsageError as error:
+    print(error)
+leave()
+"""
+
+
+def test_an_output_changed_in_place_is_refused_where_its_gradients_would_be_wrong(run_ranks: RunRanks) -> None:
+    for code, said, errors in run_ranks(IN_PLACE, 2):
+        assert (code, errors) == (0, "")
+        assert said.startswith("loss_fn changed an output of the model in place; under fully_shard the gradients")
