@@ -15,10 +15,11 @@ import torch
 from flatout.arguments import as_plan, wrong
 from flatout.checkpoint.model_names import plain_names
 from flatout.checkpoint.optimizers import plain_state
-from flatout.checkpoint.rank_generators import rank_and_ranks, states_of_ranks
+from flatout.checkpoint.parts import part_of
+from flatout.checkpoint.rank_generators import states_of_ranks
 from flatout.data.nested import map_leaves
 from flatout.errors import UsageError
-from flatout.parallel.whole_tensors import is_distributed, whole
+from flatout.parallel.whole_tensors import is_distributed
 from flatout.plan import Plan
 
 
@@ -71,9 +72,9 @@ def capture(
     a run that is restored from it continues bit for bit. Without one give what there is by name.
 
     Where torch.distributed runs, call it on all ranks, equally often: each gives its random states, and rank 0, whose
-    state is the one to save, waits for them. What is spread over the ranks (parameters and moments under 'fsdp',
-    moments under 'zero1') is collected there, so that a run may continue with any number of ranks. If one does not
-    arrive within 300 s, rank 0 raises UsageError naming it.
+    state is the one to save, waits for them. Of tensors that are spread over the ranks ('fsdp') each gives its part;
+    a saved checkpoint has the whole, so that a run may continue with any number of ranks. If one does not arrive within
+    300 s, rank 0 raises UsageError naming it.
 
     Each of model, optimizer, scheduler, scaler, data (the position in the data) and of `objects` is an object
     with state_dict(), or a list or dict of such. `extra` is any nested value of the user's. Tensors are the live ones,
@@ -145,19 +146,12 @@ def _state_of(live: object, path: str) -> object:
         raise wrong(path, live, "it has state_dict() and load_state_dict()", "store plain values in extra=")
     if isinstance(live, torch.nn.Module):
         plain = plain_names(live)
-        return _whole({plain(name): value for name, value in live.state_dict().items()})
+        return _in_parts({plain(name): value for name, value in live.state_dict().items()})
     if isinstance(live, torch.optim.Optimizer):
-        return _whole(plain_state(live))
-    return _whole(state_dict())
+        return _in_parts(plain_state(live))
+    return _in_parts(state_dict())
 
 
-def _whole(state: object) -> object:
-    """The state with whole tensors in place of those that are spread over ranks: on rank 0, whose state is saved, in
-    the host's memory; the others only take part."""
-    first = rank_and_ranks()[0] == 0
-
-    def collected(part: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = whole(part)
-        return found.cpu() if first else part
-
-    return map_leaves(collected, state, is_distributed)
+def _in_parts(state: object) -> object:
+    """The state with this rank's part in place of each tensor that is spread over ranks."""
+    return map_leaves(lambda tensor: part_of(tensor) or tensor.to_local(), state, is_distributed)

@@ -6,6 +6,7 @@ newest: where a run goes back to step 100 and saves at 110, that is newer than i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -13,8 +14,8 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -24,11 +25,13 @@ import torch
 from flatout.arguments import as_path, as_whole_number, wrong
 from flatout.checkpoint.background import BackgroundWork, HostCopies
 from flatout.checkpoint.disk import abandoned_folders, check_space, remove_folder, sweep, whole_folder, write_error
-from flatout.checkpoint.manifest import SCHEMA, damaged, schema_of
+from flatout.checkpoint.manifest import SCHEMA, StoredFile, damaged, schema_of
+from flatout.checkpoint.parts import PREFIX, Part
 from flatout.checkpoint.rank_generators import rank_and_ranks
-from flatout.checkpoint.saved import Checkpoint, Loaded, fill, open_checkpoint, structure_text
-from flatout.checkpoint.storages import Slot
-from flatout.checkpoint.structure import split
+from flatout.checkpoint.saved import Checkpoint, Loaded, fill, open_checkpoint, structure_text, write_parts
+from flatout.checkpoint.shared_saves import SharedSave
+from flatout.checkpoint.structure import Split, split
+from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
@@ -41,8 +44,8 @@ class Checkpoints:
 
     `keep_last` and `keep_best` say how many of the newest and of the best by metric stay; an older one is deleted
     only once a newer one is safely on the disk. With `asynchronous`, save copies the tensors to the host and returns;
-    one thread writes them, at most one save in flight. Only rank 0 writes: elsewhere save does nothing;
-    `rank` defaults to that of torch.distributed.
+    one thread writes them, at most one save in flight. Only rank 0 writes, and the others only their parts of tensors
+    that are spread over ranks, into the same folder; `rank` defaults to that of torch.distributed.
     Raises UsageError for values out of range and for a `folder` that is a file.
     """
 
@@ -60,7 +63,7 @@ class Checkpoints:
         _check_settings(self.folder, keep_last, keep_best, best)
         self._keeping = _Keeping(last=keep_last, best=keep_best, lowest_is_best=best == "min")
         self._asynchronous, self._rank = asynchronous, rank
-        self._copies, self._background = HostCopies(), BackgroundWork()
+        self._copies, self._part_copies, self._background = HostCopies(), HostCopies(), BackgroundWork()
         self._swept = False
         # a failure that no call of `wait` raised is at least shown when the interpreter exits
         self._at_exit = weakref.finalize(self, self._background.wait)
@@ -77,25 +80,51 @@ class Checkpoints:
         be written, MachineError if the disk is full or fails; the checkpoints before are untouched. With
         `asynchronous`, first waits for the save before; if that one failed, raises its error and saves nothing.
         """
-        if (rank_and_ranks()[0] if self._rank is None else self._rank) != 0:
+        first = (rank_and_ranks()[0] if self._rank is None else self._rank) == 0
+        if not first and not _has_parts(state):
             return
         self.wait()
         step, metric = _checked_step(step), _checked_metric(metric)
-        parts = split(state)
-        structure = structure_text(parts.structure)
-        need_bytes = _need_bytes(structure, parts.tensors)
-        if not self._swept:
-            sweep(self.folder)
-            self._swept = True
-        check_space(self.folder, need_bytes, _called(step))
-        tensors = self._copies.take(parts.tensors) if self._asynchronous else parts.tensors
-        content = functools.partial(fill, structure=structure, tensors=tensors, step=step, metric=metric)
-        # without self: a save in flight does not keep alive a Checkpoints that nothing else holds
-        write = functools.partial(_write, self.folder, step, content, need_bytes, self._keeping)
+        found = split(state)
+        shared = SharedSave() if found.parts else None
+        if first:
+            with _told_of_failure(shared):
+                write = self._whole(found, shared, step, metric)
+        else:
+            assert shared is not None
+            fill_in = functools.partial(write_parts, rank=shared.rank, parts=self._taken_parts(found.parts))
+            write = functools.partial(shared.write, fill_in)
         if self._asynchronous:
             self._background.start(write)
         else:
             write()
+
+    def _whole(self, found: Split, shared: SharedSave | None, step: int, metric: float | None) -> Callable[[], None]:
+        """Checks, copies what has to be copied, and returns the work that is left."""
+        structure = structure_text(found.structure)
+        need_bytes = _need_bytes(structure, [*found.tensors.values(), *(one.local for one in found.parts.values())])
+        if not self._swept:
+            sweep(self.folder)
+            self._swept = True
+        check_space(self.folder, need_bytes, _called(step))
+        parts = None if shared is None else functools.partial(_all_parts, shared, self._taken_parts(found.parts))
+        tensors = self._copies.take(found.tensors) if self._asynchronous else found.tensors
+        content = functools.partial(fill, structure=structure, tensors=tensors, step=step, metric=metric, parts=parts)
+        # without self: a save in flight does not keep alive a Checkpoints that nothing else holds
+        write = functools.partial(_write, self.folder, step, content, need_bytes, self._keeping)
+
+        def told() -> None:
+            with _told_of_failure(shared):
+                write()
+
+        return told
+
+    def _taken_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts, copied where they are written later."""
+        if not self._asynchronous:
+            return dict(parts)
+        copies = self._part_copies.take({(PREFIX, name): part.local for name, part in parts.items()})
+        return {name: replace(part, local=copies[PREFIX, name]) for name, part in parts.items()}
 
     def latest(self) -> Checkpoint | None:
         """The newest whose manifest and sizes are right (checksums are verified by its load); None without one."""
@@ -155,6 +184,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._copies.release()
+            self._part_copies.release()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -249,8 +279,30 @@ def _called(step: int) -> str:
     return f"the checkpoint of step {step}"
 
 
-def _need_bytes(structure: bytes, tensors: Mapping[Slot, torch.Tensor]) -> int:
-    content = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _all_parts(shared: SharedSave, parts: Mapping[str, Part], folder: Path) -> dict[str, StoredFile]:
+    """Rank 0's parts, written, and the other ranks'."""
+    shared.begin(folder)
+    name, own = write_parts(folder, shared.rank, parts)
+    return {name: own, **shared.collected(folder)}
+
+
+@contextlib.contextmanager
+def _told_of_failure(shared: SharedSave | None) -> Iterator[None]:
+    """The other ranks, which may wait for a folder."""
+    try:
+        yield
+    except BaseException as error:
+        if shared is not None:
+            shared.cancel(error)
+        raise
+
+
+def _has_parts(state: object) -> bool:
+    return next(leaves_in(state, "state", lambda one: isinstance(one, Part)), None) is not None
+
+
+def _need_bytes(structure: bytes, tensors: Sequence[torch.Tensor]) -> int:
+    content = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return content + len(structure) + _HEADER_BYTES * len(tensors) + _MARGIN_BYTES
 
 

@@ -17,8 +17,10 @@ from flatout import __version__
 from flatout.decoding import decode
 from flatout.errors import UsageError
 
-SCHEMA = 1
+SCHEMA = 2
 """Incremented when an older reader would misread the new checkpoints."""
+WITHOUT_PARTS = 1
+"""What a checkpoint is written as whose tensors are all whole, so that an older reader can read it."""
 NAME = "manifest.json"
 
 

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import torch
 
 from flatout.checkpoint.differences import Findings
+from flatout.checkpoint.parts import spread_like
 from flatout.errors import UsageError
 from flatout.levers.low_bit import without_codes
-from flatout.parallel.whole_tensors import like
+from flatout.parallel.whole_tensors import whole_shape
 from flatout.parameters import parameters_of
 
 Saved: TypeAlias = Mapping[str, Any]  # as torch has it: every optimizer keeps what it likes
@@ -53,8 +54,12 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, 
             found.unexpected += [f"{path}: group {index}: {key}" for key in unknown]
     for number, (identity, parameter) in enumerate(_parameters(optimizer, saved)):
         for key, value in states.get(identity, {}).items():
-            if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
-                shapes = f"{list(value.shape)} saved, {list(parameter.shape)} here"
+            if (
+                key in _LIKE_PARAMETER
+                and isinstance(value, torch.Tensor)
+                and tuple(value.shape) != whole_shape(parameter)
+            ):
+                shapes = f"{list(value.shape)} saved, {list(whole_shape(parameter))} here"
                 found.shapes.append(f"{path}: {key} of parameter {number} ({shapes})")
     return saved
 
@@ -67,7 +72,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtyp
     devices = {parameter.device for parameter in parameters_of(optimizer)}
     parameters = dict(_parameters(optimizer, saved))
     states = {
-        identity: {key: like(parameters.get(identity), _own(value, devices)) for key, value in entry.items()}
+        identity: {key: spread_like(parameters.get(identity), _own(value, devices)) for key, value in entry.items()}
         if isinstance(entry, Mapping)
         else entry
         for identity, entry in saved["state"].items()

@@ -21,11 +21,11 @@ from flatout.checkpoint.differences import Differences, Findings
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.model_names import plain_names, without_wrappers
 from flatout.checkpoint.optimizers import check_optimizer, load_optimizer
+from flatout.checkpoint.parts import Part, spread_like
 from flatout.checkpoint.rank_generators import states_here
 from flatout.checkpoint.saved import Checkpoint, Loaded, open_checkpoint
 from flatout.errors import UsageError
 from flatout.generators import check_generators, generator_states, set_generators
-from flatout.parallel.whole_tensors import like
 from flatout.torch_private.attributes import LAYOUT_VERSIONS
 
 
@@ -223,7 +223,7 @@ def _compare_model(path: str, model: torch.nn.Module, saved: object, found: Find
     fitting: OrderedDict[str, object] = OrderedDict()
     for name, value in there.items():
         if name in here and _fits(f"{path}: {name}", own[here[name]], value, found):
-            fitting[here[name]] = like(own[here[name]], value)
+            fitting[here[name]] = spread_like(own[here[name]], value)
     # the layout version of each layer; torch looks for it as an attribute of the dict
     setattr(fitting, LAYOUT_VERSIONS, getattr(own, LAYOUT_VERSIONS, None))
     return _Loading(
@@ -244,8 +244,8 @@ def _fits(name: str, here: object, there: object, found: Findings) -> bool:
     if here.is_meta:
         remedy = "give it memory first: model.to_empty(device=...)"
         raise UsageError(f"{name} is on the meta device", limit="it has no memory to load into", remedy=remedy)
-    if not isinstance(there, torch.Tensor) or here.shape != there.shape:
-        saved = list(there.shape) if isinstance(there, torch.Tensor) else f"a {type(there).__name__}"
+    if not isinstance(there, torch.Tensor | Part) or here.shape != there.shape:
+        saved = list(there.shape) if isinstance(there, torch.Tensor | Part) else f"a {type(there).__name__}"
         found.shapes.append(f"{name} ({saved} saved, {list(here.shape)} here)")
         return False
     if here.dtype != there.dtype:

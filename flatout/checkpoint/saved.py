@@ -1,6 +1,7 @@
-"""One checkpoint on the disk: its three kinds of file written, verified and read.
+"""One checkpoint on the disk: its kinds of file written, verified and read.
 
 model.safetensors optimizer.safetensors state.safetensors   tensors; a file is missing if it would be empty
+part-00000.safetensors part-00001.safetensors ...           parts of tensors that were spread over ranks, of each rank
 state.json                                                  the nesting of the state, and everything else in it
 manifest.json                                               step, metric, versions, checksums
 """
@@ -11,7 +12,7 @@ import json
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from safetensors import SafetensorError
 from flatout import __version__
 from flatout.checkpoint import manifest
 from flatout.checkpoint.disk import hashed_file, sha256_of
-from flatout.checkpoint.manifest import Manifest, StoredFile, damaged, read_manifest
+from flatout.checkpoint.manifest import SCHEMA, WITHOUT_PARTS, Manifest, StoredFile, damaged, read_manifest
+from flatout.checkpoint.parts import OFFSETS, PREFIX, Part, offsets_text
 from flatout.checkpoint.storages import Slot
 from flatout.checkpoint.structure import join
 from flatout.checkpoint.tensor_file import read_tensors, write_tensors
@@ -59,10 +61,14 @@ class Checkpoint:
         path = self.folder
         try:
             tensors: dict[Slot, torch.Tensor] = {}
-            for path in sorted(self.folder / name for name in self.files if name.endswith(TENSORS)):
+            paths = sorted(self.folder / name for name in self.files if name.endswith(TENSORS))
+            parts = [path for path in paths if path.name.startswith(PREFIX)]
+            for path in paths:
+                if path in parts:
+                    continue
                 tensors |= {(path.stem, name): tensor for name, tensor in read_tensors(path).items()}
             path = self.folder / STRUCTURE
-            return join(json.loads(path.read_bytes()), tensors)
+            return join(json.loads(path.read_bytes()), tensors, parts)
         except (OSError, SafetensorError, ArithmeticError, LookupError, *_MALFORMED) as error:
             raise damaged(path, f"it cannot be read ({error!r})") from error
 
@@ -101,8 +107,26 @@ def structure_text(structure: Mapping[str, object]) -> bytes:
     return json.dumps(structure, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def fill(folder: Path, structure: bytes, tensors: Mapping[Slot, torch.Tensor], step: int, metric: float | None) -> None:
-    """Write the files of a checkpoint into an empty folder, each flushed to the disk. Raises OSError."""
+def write_parts(folder: Path, rank: int, parts: Mapping[str, Part]) -> tuple[str, StoredFile]:
+    """Write one rank's parts into the unfinished folder of a checkpoint, flushed to the disk. Raises OSError."""
+    name = f"{PREFIX}{rank:05d}{TENSORS}"
+    with hashed_file(folder / name) as file:
+        write_tensors(file, {key: part.local for key, part in parts.items()}, **{OFFSETS: offsets_text(parts)})
+    return name, StoredFile(size_bytes=file.size_bytes, sha256=file.sha256)
+
+
+def fill(
+    folder: Path,
+    structure: bytes,
+    tensors: Mapping[Slot, torch.Tensor],
+    step: int,
+    metric: float | None,
+    parts: Callable[[Path], Mapping[str, StoredFile]] | None = None,
+) -> None:
+    """Write the files of a checkpoint into an empty folder, each flushed to the disk. Raises OSError.
+
+    parts(folder): writes rank 0's parts and returns the files of all ranks, once they are there.
+    """
     by_file: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for (stem, name), tensor in tensors.items():
         by_file[stem + TENSORS][name] = tensor
@@ -114,7 +138,10 @@ def fill(folder: Path, structure: bytes, tensors: Mapping[Slot, torch.Tensor], s
     with hashed_file(folder / STRUCTURE) as file:
         file.write(structure)
     files[STRUCTURE] = StoredFile(size_bytes=file.size_bytes, sha256=file.sha256)
-    text = Manifest(step=step, metric=metric, versions=versions(), files=files).to_text()
+    if parts is not None:
+        files |= parts(folder)
+    schema = WITHOUT_PARTS if parts is None else SCHEMA
+    text = Manifest(step=step, metric=metric, versions=versions(), files=files, schema=schema).to_text()
     with hashed_file(folder / manifest.NAME) as file:
         file.write(text.encode())
 

@@ -8,7 +8,7 @@ the file reads like any other safetensors file.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -77,7 +77,7 @@ def place(found: Sequence[Found]) -> dict[Slot, torch.Tensor]:
     """What to store, not yet copied: views of the live memory, on their own device. Fills in every reference."""
     stored: dict[Slot, torch.Tensor] = {}
     for group in _overlapping(found):
-        slot = _free(group[0].slot, stored)
+        slot = free_slot(group[0].slot, stored)
         looks = {_look(one.tensor) for one in group}
         first = group[0].tensor
         alone = looks.pop() if len(looks) == 1 else None
@@ -208,7 +208,7 @@ def _named(slot: Slot) -> Reference:
     return {"file": slot[0], "name": slot[1]}
 
 
-def _free(slot: Slot, taken: Mapping[Slot, object]) -> Slot:
+def free_slot(slot: Slot, taken: Collection[Slot]) -> Slot:
     """The slot, or the next that is free: {'a.b': x} and {'a': {'b': x}} want the same one."""
     file, name = slot[0], slot[1].encode("utf-8", "backslashreplace").decode()
     number, free = 1, name or "value"

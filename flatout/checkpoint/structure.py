@@ -12,15 +12,17 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from flatout.checkpoint.storages import Found, Reference, Slot, place, view
+from flatout.checkpoint.parts import Part, read_parts
+from flatout.checkpoint.storages import Found, Reference, Slot, free_slot, place, view
 from flatout.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class Split:
 
     structure: dict[str, object]
     tensors: dict[Slot, torch.Tensor]
+    parts: dict[str, Part]
+    """This rank's parts of tensors that are spread over ranks, by the names that these have on all ranks."""
 
 
 def split(state: Mapping[str, object]) -> Split:
@@ -50,13 +54,30 @@ def split(state: Mapping[str, object]) -> Split:
         raise UsageError(what, limit="it must be a dict with texts as keys", remedy="make it with capture(...)")
     encoder = _Encoder()
     structure = {key: encoder.node(value, (key,)) for key, value in state.items()}
-    return Split(structure=structure, tensors=place(encoder.found))
+    return Split(structure=structure, tensors=place(encoder.found), parts=encoder.parts)
 
 
-def join(structure: Mapping[str, object], tensors: Mapping[Slot, torch.Tensor]) -> dict[str, object]:
-    """Put a state together again. Raises ValueError, KeyError or TypeError if the two do not belong together."""
-    decoder = _Decoder(tensors)
+def join(
+    structure: Mapping[str, object], tensors: Mapping[Slot, torch.Tensor], parts: Iterable[FilePath] = ()
+) -> dict[str, object]:
+    """Put a state together again. parts: files of the parts of tensors that were spread over ranks.
+
+    Raises ValueError, KeyError or TypeError if they do not belong together.
+    """
+    decoder = _Decoder(tensors, read_parts(parts, dict(_spread_in(structure))))
     return {key: decoder.value(node) for key, node in structure.items()}
+
+
+def _spread_in(node: object) -> Iterator[tuple[str, tuple[list[int], str]]]:
+    """(name, (shape, dtype)) of each tensor that is stored in parts."""
+    if isinstance(node, dict):
+        if isinstance(spread := node.get("spread"), list):
+            name, shape, dtype = spread
+            yield name, (shape, dtype)
+        else:
+            node = list(node.values())
+    for one in node if isinstance(node, list) else ():
+        yield from _spread_in(one)
 
 
 def spell(path: Path) -> str:
@@ -67,6 +88,7 @@ def spell(path: Path) -> str:
 class _Encoder:
     def __init__(self) -> None:
         self.found: list[Found] = []
+        self.parts: dict[str, Part] = {}
         self._kinds: dict[type, Callable[..., object]] = {
             **dict.fromkeys((type(None), bool, str), lambda value, path: value),
             int: lambda value, path: value if value.bit_length() <= _WHOLE_NUMBER_BITS else {"int": hex(value)},
@@ -81,6 +103,7 @@ class _Encoder:
             torch.dtype: lambda value, path: {"dtype": str(value).removeprefix("torch.")},
             torch.device: lambda value, path: {"device": str(value)},
             **dict.fromkeys((torch.Tensor, torch.nn.Parameter), self._tensor),
+            Part: self._part,
             np.ndarray: self._array,
         }
 
@@ -120,6 +143,11 @@ class _Encoder:
         self.found.append(Found(tensor=values, slot=_slot(path), reference=reference))
         return {"tensor": reference}
 
+    def _part(self, part: Part, path: Path) -> dict[str, object]:
+        _, name = free_slot(("", ".".join(str(key) for key in path)), {("", taken) for taken in self.parts})
+        self.parts[name] = part
+        return {"spread": [name, list(part.shape), str(part.dtype).removeprefix("torch.")]}
+
     def _array(self, array: NDArray[np.generic], path: Path) -> dict[str, object]:
         _check_numpy(array.dtype, path)
         content = bytearray(array.tobytes())
@@ -132,7 +160,7 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, tensors: Mapping[Slot, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[Slot, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._seen: dict[str, torch.Tensor] = {}
         self._kinds: dict[str, Callable[..., object]] = {
@@ -147,6 +175,7 @@ class _Decoder:
             "dtype": lambda name: getattr(torch, name),
             "device": torch.device,
             "tensor": self._tensor,
+            "spread": lambda parts: whole[parts[0]],
             "array": self._array,
             "scalar": lambda parts: np.frombuffer(base64.b64decode(parts[1]), np.dtype(parts[0]))[0],
         }

@@ -18,17 +18,22 @@ from flatout.checkpoint.disk import HashedFile
 from flatout.checkpoint.storages import NATIVE, flat_bytes
 
 
-def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Tensors are copied to the host one by one, so that only one at a time is in memory twice. Raises OSError."""
+def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor], **about: str) -> None:
+    """Tensors are copied to the host one by one, so that only one at a time is in memory twice. Raises OSError.
+
+    about: further entries of the header.
+    """
     # wide elements first, so that each is aligned; the format allows no gaps
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    file.write(_header(dict(ordered)))
+    file.write(_header(dict(ordered), about))
     for _, tensor in ordered:
         file.write(flat_bytes(tensor.detach().cpu().contiguous()).numpy().data)
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it, transformers refuses the file
+def _header(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {
+        "__metadata__": {"format": "pt", **about}
+    }  # without it, transformers refuses the file
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()

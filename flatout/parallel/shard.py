@@ -20,6 +20,7 @@ from flatout.levers.compile import repeated_blocks
 from flatout.parallel.replicate import same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.whole_tensors import is_distributed, like
+from flatout.torch_private.attributes import view_base
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -58,7 +59,7 @@ class _Outputs:
     def noted(self, module: torch.nn.Module, call: Callable[[], object]) -> object:
         output = call()
         for _, tensor in tensors_in(output, "output"):
-            if isinstance(tensor, torch.Tensor) and tensor._is_view():
+            if isinstance(tensor, torch.Tensor) and view_base(tensor) is not None:
                 self._seen.append((tensor.detach(), tensor._version))  # they count changes together
         return output
 

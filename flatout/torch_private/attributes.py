@@ -38,6 +38,9 @@ CAPTURE_WAS_WARNED_OF = "_warned_capturable_if_run_uncaptured"
 LOADER_ITERATOR = "_iterator"
 """DataLoader with persistent workers: the iterator it reuses; None by default."""
 
+view_base = attrgetter("_base")
+"""Tensor: the one that it is a view of; None by default."""
+
 PICKLED = "_reduce_ex_internal"
 """Tensor: how pickle and `torch.save` serialize one. A mode is not active there."""
 

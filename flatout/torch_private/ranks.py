@@ -1,4 +1,4 @@
-"""The store shared by all ranks of torch.distributed. Importing this imports torch.distributed.
+"""The store shared by all ranks of torch.distributed, and the parts of its tensors. Importing this imports it.
 
 `init_process_group` creates it without exposing it; a second store would need its own address.
 """
@@ -12,5 +12,10 @@ from flatout.torch_private.lookup import private
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+local_shape_and_offset: Callable[..., tuple[tuple[int, ...], tuple[int, ...]]] = private(
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
+)
+"""(shape, device mesh, placements) -> this rank's (shape, where it begins in the whole)."""
 
 default_store: Callable[[], Store] = private("torch.distributed.distributed_c10d._get_default_store")
