@@ -19,7 +19,7 @@ import contextlib
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
@@ -30,6 +30,7 @@ from torch.optim import optimizer as optimizers
 
 from flatout.memory.timeline import Allocation, Category, Phase, Timeline
 from flatout.memory.workspace import Operation, WorkspaceOf
+from flatout.replaced import replaced
 from flatout.torch_private.dispatch import (
     TorchDispatchMode,
     current_graph_task,
@@ -99,6 +100,7 @@ class Tracker:
         self._stack.callback(self._stop)
         if self._attributed:
             self._add_hooks()
+        enter(replaced(torch.UntypedStorage, "resize_", self._resizing))
         enter(_Mode(self))
         return self
 
@@ -231,6 +233,21 @@ class Tracker:
                 f"{self._held_bytes} bytes of tensors are held, and the limit is {self._limit_bytes}"
             )
         return index
+
+    def _resizing(self, resize: Callable[[torch.UntypedStorage, int], None]) -> Callable[..., None]:
+        """Storages that are emptied and filled again without an operation: FSDP's gathered parameters."""
+
+        def resized(storage: torch.UntypedStorage, size_bytes: int) -> None:
+            resize(storage, size_bytes)
+            key = storage_identity(storage)
+            if key not in self._alive or self._finished or self._alive[key][1] == storage.nbytes():
+                return
+            before = self._allocations[self._alive[key][0]]
+            self._end(key)
+            index = self._born("resize_", storage.nbytes(), before.shape, before.dtype, before.device)
+            self._alive[key] = index, storage.nbytes(), weakref.ref(storage, lambda _: self._end(key, index))
+
+        return resized
 
     def _born(self, operation: str, size_bytes: int, shape: tuple[int, ...], dtype: str, device: str) -> int:
         phase, module, line = self._origin(operation)
@@ -398,6 +415,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.values()
     elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):  # a DTensor also names its device mesh
+                yield from plain_tensors(inner)
     else:
         yield tensor

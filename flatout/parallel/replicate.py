@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.memory.fake_run import is_fake
 from flatout.parallel.strategy import Strategy, group_or_none
 
 COMPRESSIONS: dict[str, Callable[..., Any]] = {  # as torch has them: it does not type its hooks
@@ -55,6 +56,8 @@ def replicated(model: torch.nn.Module, *, compression: str | None = None) -> Str
         all_used = average_gradients(model.parameters(), group)
 
     def settled() -> Strategy:
+        if is_fake(next(model.parameters())):  # DDP's buckets become the gradients: it holds no more than there was
+            return Strategy(group=group)
         return _in_ddp(model, compression, unused=not all_used)
 
     return Strategy(group=group, after_backward=average, settled=settled)
@@ -71,7 +74,7 @@ def same_on_all_ranks(model: torch.nn.Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             sent = tensor.detach().contiguous()
             distributed.broadcast(sent, 0)
-            if sent.data_ptr() != tensor.data_ptr():
+            if not tensor.is_contiguous():
                 tensor.copy_(sent)
 
 
@@ -80,12 +83,8 @@ def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> bool
     trained = [one for one in parameters if one.requires_grad]
     if not trained:
         return True
-    device = trained[0].device
-    given = torch.tensor([one.grad is not None for one in trained], dtype=torch.int32, device=device)
-    counts = given.clone()
-    distributed.all_reduce(counts, group=group)
-    ranks = group.size()
-    used = [one for one, count in zip(trained, counts.tolist(), strict=True) if count]
+    counts, ranks = _numbers_of_gradients(trained, group), group.size()
+    used = [one for one, count in zip(trained, counts, strict=True) if count]
     for one in used:
         if one.grad is None:
             one.grad = torch.zeros_like(one)
@@ -95,7 +94,18 @@ def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> bool
         flat /= ranks
         for one, part in zip(packet, flat.split([one.numel() for one in packet]), strict=True):
             one.copy_(part.view(one.shape))
-    return bool((counts == ranks).all())
+    return min(counts) == ranks
+
+
+def _numbers_of_gradients(parameters: Sequence[Tensor], group: ProcessGroup) -> list[int]:
+    """Of each parameter, how many ranks have a gradient of it. In a forecast all ranks are like this one."""
+    given = [int(one.grad is not None) for one in parameters]
+    if is_fake(parameters[0]):
+        return [one * group.size() for one in given]
+    counts = torch.tensor(given, dtype=torch.int32, device=parameters[0].device)
+    distributed.all_reduce(counts, group=group)
+    numbers: list[int] = counts.tolist()
+    return numbers
 
 
 def packets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -21,6 +21,7 @@ from flatout.parallel.replicate import same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.whole_tensors import is_distributed, like
 from flatout.torch_private.attributes import view_base
+from flatout.torch_private.dispatch import disable_current_modes
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -82,7 +83,8 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Strateg
     same_on_all_ranks(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     device = next(iter(before.values())).device.type
-    mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    with disable_current_modes():  # it computes with the ranks' numbers, in a forecast too
+        mesh = init_device_mesh(device, (distributed.get_world_size(),))
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
