@@ -40,6 +40,7 @@ class MemoryForecast:
 
     device: str
     batch_size: int | None
+    """Samples; of several ranks, those of this one's share."""
     peak_bytes: int
     tensor_bytes: int
     """Tensors alive at the peak."""
@@ -65,6 +66,8 @@ class MemoryForecast:
     """As a share: the measured peak is expected within peak_bytes * (1 -+ uncertainty)."""
     method: str = "fake run"
     not_covered: tuple[str, ...] = ()
+    ranks: int = 1
+    """How many train together; the forecast is of the first, which holds the most."""
     not_in_force: tuple[tuple[str, str], ...] = ()
     """Choices of the plan that had no effect, and why."""
     seconds: float | None = field(default=None, compare=False)
@@ -88,6 +91,7 @@ class MemoryForecast:
             part for part in (f"in the {self.phase}", self.module and f"of {self.module}", self.line) if part
         )
         batch = f"batch {self.batch_size}" if self.batch_size is not None else "this batch"
+        of = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
         room = ""
         if self.capacity_bytes is not None:
             room = f" of {format_bytes(self.capacity_bytes)}, {'fits' if self.fits else 'does not fit'}"
@@ -95,7 +99,7 @@ class MemoryForecast:
         off = "".join(f"; {name} is not in force: {why}" for name, why in self.not_in_force)
         away = f"; {format_bytes(self.offloaded_bytes)} offloaded to the host's memory" if self.offloaded_bytes else ""
         return (
-            f"{batch} on {self.device}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%}{room} = "
+            f"{batch} on {self.device}{of}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%}{room} = "
             f"{' + '.join(parts)}; {where}{away}{off}{left_out}"
         )
 

@@ -56,8 +56,8 @@ def replicated(model: torch.nn.Module, *, compression: str | None = None) -> Str
         all_used = average_gradients(model.parameters(), group)
 
     def settled() -> Strategy:
-        if is_fake(next(model.parameters())):  # DDP's buckets become the gradients: it holds no more than there was
-            return Strategy(group=group)
+        if is_fake(next(model.parameters())):
+            return _as_ddp_holds_memory(model, group)
         return _in_ddp(model, compression, unused=not all_used)
 
     return Strategy(group=group, after_backward=average, settled=settled)
@@ -117,6 +117,24 @@ def packets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             found.append([])
         found[-1].append(one)
     return [packet for found in kinds.values() for packet in found]
+
+
+def _as_ddp_holds_memory(model: torch.nn.Module, group: ProcessGroup) -> Strategy:
+    """For a forecast, since DDP cannot take fake tensors: its buckets, which are there all the time, are where the
+    gradients lie once they are computed."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    buckets = {id(one): torch.empty_like(one) for one in trained}
+
+    def moved(parameter: Tensor) -> None:
+        parameter.grad = buckets[id(parameter)]
+
+    hooks = [one.register_post_accumulate_grad_hook(moved) for one in trained]
+
+    def close() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return Strategy(group=group, close=close)
 
 
 def _in_ddp(model: torch.nn.Module, compression: str | None, *, unused: bool) -> Strategy:

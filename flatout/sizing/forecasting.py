@@ -12,16 +12,19 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from flatout.arguments import as_whole_number
 from flatout.data.nested import resize_batch
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import FlatoutError, UsageError, describe_error
 from flatout.generators import generators_kept
 from flatout.levers.activation_offload import PretendedHost, offloading_to
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.model_call import set_call
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
+from flatout.parallel.pretended_ranks import pretended_ranks
 from flatout.sizing.target import find_target
 from flatout.sizing.training import (
     STEPS_FOLLOWED,
+    STEPS_OF_RANKS,
     Training,
     cannot_be_copied,
     carried_out,
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from flatout.memory.timeline import Timeline
     from flatout.memory.workspace import WorkspaceOf
 
+FORECAST_RANKS = ("ddp", "zero1", "fsdp")
+UNCERTAINTY_RANKS = 0.05
+"""In addition, for what is sent and received."""
 UNCERTAINTY_CPU = 0.03
 UNCERTAINTY_UNREAD_KERNELS = 0.3
 """On a processor for which there are no rules of oneDNN's workspaces: the difference seen on one with AMX."""
@@ -63,18 +69,37 @@ def forecast(
     *,
     device: str | torch.device | None = None,
     batch_size: int | None = None,
+    ranks: int | None = None,
 ) -> MemoryForecast:
     """The peak of one call of `step`, its plan included, without running it. Nothing of yours is changed.
 
     batch: any batch of the right kinds and shapes; with `batch_size`, its tensors are taken to have that many samples
     instead. device: where it would run; None: where the model is; 'cpu', 'cuda', or a GPU of the catalogue
-    ('rtx-4090', 'a100-80gb', 'h200'), which need not be here.
+    ('rtx-4090', 'a100-80gb', 'h200'), which need not be here. ranks: of the first of so many, which share training as
+    the plan's `parallel` says ('ddp', 'zero1', 'fsdp'); they need not be here either. The batch is that of all ranks.
 
-    Raises UsageError for what is no TrainStep, a GPU that is not known, a batch without tensors.
+    Raises UsageError for what is no TrainStep, a GPU that is not known, a batch without tensors, and ranks without a
+    plan for them.
     """
     training = Training.of(step, batch)
     check_batch_size(batch_size)
-    return forecast_training(training, find_target(device, step.model), batch_size or training.samples)
+    samples = batch_size or training.samples
+    if ranks is not None:
+        training, samples = _one_of(training, samples, as_whole_number(ranks, "ranks"))
+    return forecast_training(training, find_target(device, step.model), samples)
+
+
+def _one_of(training: Training, samples: int, ranks: int) -> tuple[Training, int]:
+    """The training of one of several ranks, and the most samples that are a rank's share."""
+    if training.plan.parallel not in FORECAST_RANKS:
+        raise UsageError(
+            f"ranks is {ranks} and the plan's parallel is {training.plan.parallel!r}",
+            limit=f"a forecast of ranks is for {', '.join(map(repr, FORECAST_RANKS))}",
+            remedy="set it: step.with_plan(flatout.Plan(parallel='fsdp'))",
+        )
+    if samples < ranks:
+        raise UsageError(f"the batch has {samples} samples for {ranks} ranks", limit="each has one at least")
+    return replace(training, ranks=ranks), -(-samples // ranks)
 
 
 def forecast_training(training: Training, target: Target, batch_size: int) -> MemoryForecast:
@@ -87,6 +112,12 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
     except FlatoutError:
         raise
     except Exception as error:  # control flow depends on values, or an operation has no fake form: .numpy()
+        if training.ranks > 1:
+            raise UsageError(
+                f"a step of {training.ranks} ranks cannot be run on fake tensors: {describe_error(error)}",
+                limit="without them there are no ranks to measure",
+                remedy="forecast without ranks; each holds at most that for its share of a batch",
+            ) from error
         if training.samples < 2 and not isinstance(error, DEPENDS_ON_DATA):
             raise
         from flatout.sizing.real_steps import forecast_from_real_steps
@@ -133,6 +164,8 @@ def _from_fake_run(training: Training, target: Target, batch_size: int) -> Memor
     )
     if target.cuda:  # which free block serves a request can depend on an order that no rule knows: one segment's worth
         made = replace(made, uncertainty=made.uncertainty + LARGE_SEGMENT_BYTES / max(1, made.peak_bytes))
+    if training.ranks > 1:
+        made = replace(made, ranks=training.ranks, uncertainty=made.uncertainty + UNCERTAINTY_RANKS)
     return replace(made, offloaded_bytes=steps.offloaded_bytes, not_in_force=steps.not_in_force)
 
 
@@ -262,6 +295,7 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     tracker = Tracker(workspace_of=_workspace_of(target))
     with (
         torch_keeps_quiet(),
+        pretended_ranks(training.ranks),
         guarded as touched,
         generators_kept(),
         world,
@@ -281,7 +315,7 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
         )
     return _FakeSteps(
         timeline=tracker.timeline(),
-        offloaded_bytes=host.moved_bytes // STEPS_FOLLOWED,
+        offloaded_bytes=host.moved_bytes // (STEPS_FOLLOWED if training.ranks == 1 else STEPS_OF_RANKS),
         not_in_force=tuple(step.rolled_back),
     )
 
@@ -297,7 +331,8 @@ def _on_fake_copies(world: FakeRun, training: Training, batch_size: int | None =
     if samples != training.samples:
         batch = resize_batch(batch, samples, lambda one: world.tensor_like(one, (samples, *one.shape[1:])))
     never_captured(optimizer)
-    return training.under(carried_out(training.plan)).on_copies(model, optimizer, loss_fn, batch, samples)
+    plan = carried_out(training.plan, training.ranks)
+    return training.under(plan).on_copies(model, optimizer, loss_fn, batch, samples)
 
 
 def _default_to_foreach(optimizer: Optimizer) -> None:

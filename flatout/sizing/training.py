@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 STEPS_FOLLOWED = 2
 """The first makes the optimizer's state, the second has it from the start."""
+STEPS_OF_RANKS = 3
+"""DDP begins with the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class Training:
     plan: Plan
     samples: int
     """How many the batch has."""
+    ranks: int = 1
+    """How many train together; this is one of them, and the batch is its share."""
 
     @classmethod
     def of(cls, step: TrainStep, batch: object) -> Training:
@@ -118,9 +122,12 @@ def check_batch_size(batch_size: int | None) -> None:
         as_whole_number(batch_size, "batch_size")
 
 
-def carried_out(plan: Plan) -> Plan:
+def carried_out(plan: Plan, ranks: int = 1) -> Plan:
     """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and reads no value."""
-    plan = plan.without(*(name for name in plan.choices() if not declared()[name].in_forecasts))
+    of_ranks = ("parallel", "batch_norm") if ranks > 1 else ()
+    plan = plan.without(
+        *(name for name in plan.choices() if not declared()[name].in_forecasts and name not in of_ranks)
+    )
     return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
 
 
@@ -146,7 +153,7 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
     step = training.make_step()
     closing.callback(step.close)
     tracker.hold(_weights(model), "weights")  # a lever may have changed their layout
-    for number in range(STEPS_FOLLOWED):
+    for number in range(STEPS_FOLLOWED if training.ranks == 1 else STEPS_OF_RANKS):
         tracker.step = number
         step(batch)
     return step

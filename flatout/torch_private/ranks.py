@@ -18,4 +18,7 @@ local_shape_and_offset: Callable[..., tuple[tuple[int, ...], tuple[int, ...]]] =
 )
 """(shape, device mesh, placements) -> this rank's (shape, where it begins in the whole)."""
 
+pretended_store: Callable[[], Store] = private("torch.testing._internal.distributed.fake_pg.FakeStore")
+"""For the process group "fake", whose collectives move nothing; importing it registers that group."""
+
 default_store: Callable[[], Store] = private("torch.distributed.distributed_c10d._get_default_store")
