@@ -18,7 +18,9 @@ tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices
     TRITON_INTERPRET       whether Triton kernels run in Python, without a GPU
     PYTHONPATH             where a script's own modules are looked for, after its folder
     _FLATOUT_FOLLOWED_INTO where processes that a script under `flatout run` starts keep their records (set by that run)
+    _FLATOUT_RANKS         the folder of a run on several devices, of which this process is a rank (set by that run)
     _FLATOUT_SANITIZE      extensions are built with AddressSanitizer (set for a process that runs under it)
+    _FLATOUT_HEARTBEAT     the file in which a rank says how far it is (set by `flatout launch`)
     _FLATOUT_COMPLETE      a shell asks for completions of a command line
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
                            which of several processes this one is, and where they meet (set by torchrun)
@@ -26,9 +28,10 @@ tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flatout.errors import UsageError
@@ -122,6 +125,44 @@ def onednn_instruction_limit() -> str:
     return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
 
 
+RANKS = "_FLATOUT_RANKS"
+_LAUNCHERS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""What launchers set, beside what begins with TORCHELASTIC."""
+_put_aside: dict[str, str] = {}
+"""Variables of a launcher that the script does not see."""
+
+
+def ranks_folder() -> Path | None:
+    """The folder of the run of which this process is a rank; None: it is none."""
+    found = os.environ.get(RANKS) or _put_aside.get(RANKS)
+    return Path(found) if found else None
+
+
+def put_ranks_aside() -> None:
+    """Hide a launcher's variables from this process and from what it starts; the functions here still know them."""
+    for name in [one for one in os.environ if one in (*_LAUNCHERS, RANKS) or one.startswith("TORCHELASTIC")]:
+        _put_aside[name] = os.environ.pop(name)
+
+
+@contextlib.contextmanager
+def ranks_shown() -> Iterator[None]:
+    """For torch, which finds the other ranks by the variables that were put aside."""
+    os.environ.update(_put_aside)
+    try:
+        yield
+    finally:
+        put_ranks_aside()
+
+
+def ranks_variables(folder: Path) -> dict[str, str]:
+    """Of the ranks of a run: its folder, and one order of hashes, which may order data."""
+    order = os.environ.get("PYTHONHASHSEED")
+    return {RANKS: str(folder), "PYTHONHASHSEED": "0" if order in (None, "", "random") else str(order)}
+
+
 def rank() -> int | None:
     """RANK as set by torchrun; None in a process that is not one of several."""
     return _number("RANK")
@@ -158,7 +199,7 @@ def launched() -> tuple[int, int] | None:
 
 
 def _number(name: str) -> int | None:
-    text = os.environ.get(name, "")
+    text = os.environ.get(name) or _put_aside.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
@@ -279,3 +320,17 @@ def follow_children(hook: str, folder: str) -> None:
 def followed_into() -> str | None:
     """Where this process is to keep its record; None: nobody follows it."""
     return os.environ.get(FOLLOWED_INTO) or None
+
+
+HEARTBEAT = "_FLATOUT_HEARTBEAT"
+
+
+def heartbeat_file() -> Path | None:
+    """Where this process is to say how far it is; None: nobody asks."""
+    own = os.environ.get(HEARTBEAT)
+    return Path(own) if own else None
+
+
+def rank_environment(changes: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank: ours, with `changes`, and with `defaults` where the user has set nothing."""
+    return {**defaults, **os.environ, **changes}

@@ -106,9 +106,12 @@ _OF_WORKERS = (
 )
 
 
+SAME_BATCH = ("tensor", "pipeline")
+"""Values of `parallel` with which every rank has the whole of each batch, and computes a part of the model."""
+
 _WHOLE_PARAMETERS = Requirement(
     other="parallel",
-    allows=lambda kind: kind != "fsdp",
+    allows=lambda kind: kind not in ("fsdp", *SAME_BATCH),
     why="it needs whole parameters, of which each rank then has a part",
     remedy="drop one of the two, or set parallel = 'zero1'",
 )
@@ -286,8 +289,8 @@ class Choices:
         in_forecasts=False,
     )
 
-    parallel: Literal["ddp", "zero1", "fsdp"] | None = choice(
-        "several ranks: ddp = each has the whole model, zero1 = and a part of the optimizer's state, fsdp = of all",
+    parallel: Literal["ddp", "zero1", "fsdp", "tensor", "pipeline"] | None = choice(
+        "ranks share: ddp = batches, zero1 = and optimizer state, fsdp = all; tensor = each layer, pipeline = layers",
         scopes=("step", "batches"),
         exactness="rounding",
         in_forecasts=False,
@@ -298,7 +301,12 @@ class Choices:
         exactness="reduced",
         in_forecasts=False,
         requires=(
-            Requirement(other="parallel", allows=_is_set, why="it is for several ranks", remedy="set parallel = 'ddp'"),
+            Requirement(
+                other="parallel",
+                allows=lambda kind: kind is not None and kind not in SAME_BATCH,
+                why="it is for ranks that share a batch",
+                remedy="set parallel = 'ddp'",
+            ),
         ),
     )
     gradient_compression: Literal["bf16", "fp16"] | None = choice(

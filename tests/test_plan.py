@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import flatout
 from flatout.errors import PlanError, UsageError
 from flatout.plan import PROVENANCE, Plan, _kinds, read_plan, write_plan
-from flatout.plan_choices import SCOPES, Exactness, choice_names, declared
+from flatout.plan_choices import SAME_BATCH, SCOPES, Exactness, choice_names, declared
 from flatout.plan_document import SCHEMA
 
 FULL = Plan(
@@ -88,11 +88,11 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
     all_gradients = (fields["micro_batches"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16"
     if all_gradients or fields["zero_grad"]:
         fields |= {"optimizer_in_backward": None}
-    if fields["parallel"] is None:
+    if fields["parallel"] in (None, *SAME_BATCH):
         fields |= {"batch_norm": None}
     if fields["parallel"] not in ("ddp", "zero1"):
         fields |= {"gradient_compression": None}
-    if fields["parallel"] == "fsdp":
+    if fields["parallel"] in ("fsdp", *SAME_BATCH):
         whole = ("kernels", "loss", "activation_offload", "optimizer_in_backward", "optimizer_state")
         fields |= dict.fromkeys(whole)
     if fields["weights"] != "int8":

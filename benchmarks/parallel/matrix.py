@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from benchmarks.parallel.models import CASES
 from flatout.machine.detect import detect
 
-STRATEGIES = ("ddp", "zero1", "fsdp")
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 NUDGES = 5
 MOST = 3.0
 """Times what one rounding error at the start makes of a run: ranks round otherwise in every step."""

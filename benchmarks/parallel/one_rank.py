@@ -20,6 +20,8 @@ from benchmarks.parallel.models import CASES, Case
 from flatout.parallel.whole_tensors import whole
 
 BATCH = 16
+MICRO_BATCHES = 4
+"""Of a pipeline: at least as many as ranks."""
 
 
 def train(case: Case, strategy: str | None, steps: int, *, nudged: int = 0) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -32,7 +34,8 @@ def train(case: Case, strategy: str | None, steps: int, *, nudged: int = 0) -> t
         _nudge(model, nudged)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    plan = flatout.Plan(**({} if strategy is None else {"parallel": strategy}))
+    parts = {"micro_batches": MICRO_BATCHES} if strategy == "pipeline" else {}
+    plan = flatout.Plan(**({} if strategy is None else {"parallel": strategy, **parts}))
     terms = {"count_terms": case.count_terms} if case.of_tokens else {}
     step = flatout.TrainStep(model, optimizer, case.loss, plan, clip_norm=1.0, scheduler=schedule, **terms)
     train_data = flatout.batches(case.data(), BATCH, plan, seed=3)
@@ -45,7 +48,9 @@ def train(case: Case, strategy: str | None, steps: int, *, nudged: int = 0) -> t
             seen["norms"].append(float(step.gradient_norm))
             if step.steps == steps:
                 break
-    return seen, {name: whole(one.detach()).contiguous().clone() for name, one in model.named_parameters()}
+    names = [name for name, _ in model.named_parameters()]
+    state = model.state_dict()  # whole tensors where ranks have parts of their own; a collective
+    return seen, {name: whole(state[name].detach()).contiguous().clone() for name in names}
 
 
 def _nudge(model: nn.Module, seed: int) -> None:

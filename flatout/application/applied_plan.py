@@ -66,15 +66,21 @@ class AppliedPlan:
         changed = environment.deterministic_environment()
         if changed is not None:  # the order of hashes is fixed when Python starts
             self._start_over(changed)
-        chosen = self.plan.choices() if self.plan is not None else {}
-        left_out = [name for name in chosen if not declared()[name].repeatable]
-        if self.plan is not None and left_out:
-            self.plan = self.plan.without(*left_out)
-            self._miss(f"left out, because the run is to be deterministic: {', '.join(left_out)}")
+        unrepeatable = [name for name, one in declared().items() if not one.repeatable]
+        self.leave_out(unrepeatable, "the run is to be deterministic")
         make_deterministic()
 
-    def choose(self, *, trusted: bool) -> None:
-        """Fill `choices`; trusted: a plan from another machine, torch or arguments is not verified here first."""
+    def leave_out(self, names: Sequence[str], why: str) -> None:
+        """Without those of these choices that it has."""
+        chosen = self.plan.choices() if self.plan is not None else {}
+        left_out = [name for name in names if name in chosen]
+        if self.plan is not None and left_out:
+            self.plan = self.plan.without(*left_out)
+            self._miss(f"left out, because {why}: {', '.join(left_out)}")
+
+    def choose(self, *, trusted: bool, verifies: bool = True) -> None:
+        """Fill `choices`; trusted: a plan from another machine, torch or arguments is not verified here first.
+        verifies: may it be? Otherwise it is not applied."""
         if self.plan is None or not self.plan.choices():
             return
         from flatout.levers.catalogue import LEVERS
@@ -83,7 +89,10 @@ class AppliedPlan:
 
         self.machine = detect()
         mismatch = self.plan.mismatch(self.machine.fingerprint, self.machine.versions.torch)
-        if mismatch is not None and not trusted:
+        if mismatch is not None and not trusted and not verifies:
+            self._miss(f"{mismatch}: not applied (--trust-plan applies it all the same)")
+            self.plan = self.plan.without(*self.plan.choices())
+        elif mismatch is not None and not trusted:
             self._verify(self.plan, mismatch, self.machine)
         elif not trusted:
             self._compare_arguments(self.plan)

@@ -23,6 +23,7 @@ from flatout.machine.visible_devices import visible_setting
 from flatout.plan import Plan, read_plan, write_plan
 from flatout.report.document import Document, read_document
 from flatout.script.child_command import child_command
+from flatout.script.replicas.starting import device_count
 from flatout.timing import Measurement
 
 
@@ -90,6 +91,7 @@ def run(
     trust_plan: bool = False,
     deterministic: bool = False,
     device: str | None = None,
+    devices: int | str | None = None,
     report: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     capture_output: bool = False,
@@ -100,9 +102,10 @@ def run(
     None: flatout.toml in the current folder, if it is for this script; Plan(): the script as it is, only watched. A
     plan from another machine or torch is verified first, unless trust_plan is set. without: choices of the plan to
     leave off. deterministic: make the run repeatable bit for bit. device: the one GPU that the script sees, as
-    "cuda:1", or "cpu" for none. report: where to write the JSON document; nothing is written otherwise. quiet: no
-    status lines and no summary on a terminal. capture_output: keep what the script prints, as `stdout` and `stderr`,
-    and give it nothing to read; otherwise it has this process's streams.
+    "cuda:1", or "cpu" for none. devices: train on so many GPUs of this machine, or in so many processes on its CPU,
+    each on its share of every batch; "auto": all GPUs. report: where to write the JSON document; nothing is written
+    otherwise. quiet: no status lines and no summary on a terminal. capture_output: keep what the script prints, as
+    `stdout` and `stderr`, and give it nothing to read; otherwise it has this process's streams.
 
     Returns a RunResult. A script that fails is a result with its exit status. Raises UsageError for a script or a
     module that is not there, and for options that mean nothing; PlanError for a plan that no script can be given.
@@ -117,6 +120,8 @@ def run(
     chosen.without(*without)  # PlanError for what is no choice
     if device is not None:
         visible_setting(device)  # UsageError where there is no such device
+    if devices is not None:
+        device_count(str(devices), on_cpu=device == "cpu")  # UsageError where there are not so many
     with tempfile.TemporaryDirectory(prefix="flatout-run-") as folder:
         written = Path(folder) / "run.json" if report is None else _place(report)
         options = ["--report", str(written)]
@@ -127,6 +132,7 @@ def run(
             options += ["--plan", str(Path(folder) / "plan.toml")]
         options += ["--without", ",".join(without)] if without else []
         options += ["--device", device] if device is not None else []
+        options += ["--devices", str(devices)] if devices is not None else []
         asked = {"--trust-plan": trust_plan, "--deterministic": deterministic, "--quiet": quiet}
         options += [name for name, wanted in asked.items() if wanted]
         before = _stamp(written)

@@ -62,6 +62,7 @@ VERBS = {
     "run": RunCommand,
     "diff": ScriptCommand,
     "profile": ScriptCommand,
+    "launch": ScriptCommand,
     "watch": Verb,
     "memory": ScriptCommand,
     "predict": Verb,
@@ -89,6 +90,7 @@ flatout tune --fit 12GiB -m package.train""",
 flatout run --without compile,threads train.py
 flatout run --no-plan --report baseline.json train.py
 flatout run --serve train.py
+flatout run --devices 2 train.py
 torchrun --nproc-per-node 2 -m flatout run train.py""",
     "diff": """flatout diff train.py
 flatout diff --out train.patch train.py
@@ -96,6 +98,11 @@ flatout diff --plan other.toml -m package.train""",
     "profile": """flatout profile train.py --epochs 3
 flatout profile --by shape --sort flops train.py
 flatout profile --trace trace.json.gz --operators operators.csv train.py""",
+    "launch": """flatout launch train.py --epochs 3
+flatout launch --nproc-per-node 4 --max-restarts 3 train.py
+flatout launch --nnodes 2 --rendezvous node0:29500 --interface eth0 train.py
+flatout launch --nproc-per-node 4 --check
+flatout launch --nnodes 2 --nproc-per-node 8 --manifest slurm train.py""",
     "watch": """flatout watch
 flatout watch 4242
 flatout watch --json 4242""",

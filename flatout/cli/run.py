@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from flatout.diagnose.run_summary import RunSummary
     from flatout.report.live import Panel
     from flatout.script.process_record import ProcessRecord
+    from flatout.script.replicas.rank import Rank
 
 REPORT_NAME = "flatout-run.json"
+NOT_IN_RANKS = ("allocator", "device", "optimizer_in_backward", "zero_grad")
+"""Choices of a plan that a rank of a run on several devices does without: they start the process over, move the model,
+or take gradients before they are averaged."""
 
 OPTIONS: tuple[Option, ...] = (
     Option(name="--plan", value="FILE", meaning=f"The plan; default: {PLAN_NAME}, if it is for this script."),
@@ -46,12 +50,39 @@ OPTIONS: tuple[Option, ...] = (
         value="NAME",
         meaning="Use only this device: cuda:1 (numbered as by flatout check) or cpu.",
     ),
+    Option(
+        name="--devices",
+        value="N",
+        meaning="Train on N GPUs of this machine, or in N processes on its CPU, each on its share of every batch; "
+        "auto: all GPUs.",
+    ),
+    Option(
+        name="--batch",
+        value="COUNTS",
+        meaning="What a batch size in the script counts with --devices: global, the samples of all devices together "
+        "(default), or per-device.",
+    ),
+    Option(
+        name="--loss",
+        value="KIND",
+        meaning="What the script's loss is over its batch, with --devices: mean of its samples, their sum, or terms, a "
+        "cross-entropy with ignored targets or weights of classes.",
+    ),
+    Option(name="--allow-local-batchnorm", meaning="Let batch norms see the share of each device alone."),
+    Option(name="--all-ranks-write", meaning="Let every device's process write the script's files, not one alone."),
+    Option(
+        name="--prove",
+        meaning="Only compare: the first steps on one device and on those of --devices, in trials.",
+    ),
     Option(name="--deterministic", meaning="Make the run repeatable bit for bit, or fail at an operation that is not."),
     Option(
         name="--check-deterministic",
         meaning="Only check: run 40 steps twice in trials, compare them, and measure the cost.",
     ),
-    Option(name="--allow-network", meaning="Let those two runs use the network; by default they have only loopback."),
+    Option(
+        name="--allow-network",
+        meaning="Let those runs, and those of --prove, use the network; by default they have only loopback.",
+    ),
     Option(
         name="--report", value="FILE", meaning=f"Where to write the report, a JSON document; default: {REPORT_NAME}."
     ),
@@ -76,9 +107,17 @@ def main(arguments: list[str]) -> int:
         from flatout.cli.check_deterministic import check_deterministic
 
         return check_deterministic(target, allow_network="--allow-network" in options)
-    if "--allow-network" in options:
-        raise UsageError("--allow-network without --check-deterministic", limit="a run has the network in any case")
-    run = Run(target, options, _report_path(options), visible)
+    if "--allow-network" in options and "--prove" not in options:
+        raise UsageError(
+            "--allow-network without --check-deterministic or --prove", limit="a run has the network in any case"
+        )
+    rank = _rank()
+    if rank is None:
+        from flatout.cli.run_devices import run_on_devices
+
+        if (status := run_on_devices(target, options)) is not None:
+            return status
+    run = Run(target, options, _report_path(options), visible, rank)
     try:
         run.prepare()
     except KeyboardInterrupt:  # no line of the script has run
@@ -86,12 +125,13 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("interrupted\n")
         return 128 + signal.SIGINT
     try:
-        run.status = execute(target)
+        run.status = run.shared_end(execute(target))
     except UsageError:
         run.abandon()
         raise
     except KeyboardInterrupt as interrupt:
         run.status, run.interrupted = 128 + signal.SIGINT, True
+        run.shared_end(run.status)
         show_uncaught(interrupt)
         _show_nothing_more()
         raise  # all the way up: Python finalizes, and then dies of the signal
@@ -103,10 +143,17 @@ class Run:
     """What stands around the script: the plan before it, the watch during it, the summary after it."""
 
     def __init__(
-        self, target: Target, options: dict[str, str], report: Path | None, visible_before: str | None
+        self,
+        target: Target,
+        options: dict[str, str],
+        report: Path | None,
+        visible_before: str | None,
+        rank: Rank | None = None,
     ) -> None:
+        """rank: this process's place in a run on several devices."""
         from flatout.script.runner import Runner
 
+        self.rank = rank
         self.target, self.options, self.report = target, options, report
         self.status: int | None = None
         self.interrupted = False
@@ -138,7 +185,11 @@ class Run:
             plan.read(self.options.get("--plan"), [name.strip() for name in without.split(",")] if without else ())
         if "--deterministic" in self.options:
             plan.make_deterministic()
-        plan.choose(trusted="--trust-plan" in self.options)
+        if self.rank is not None:
+            plan.leave_out(NOT_IN_RANKS, "several devices train")
+        plan.choose(trusted="--trust-plan" in self.options, verifies=self.rank is None)
+        if self.rank is not None:
+            self.rank.replica.install()  # before the watch, which sees the gradients of all ranks
         self.runner = Runner(plan.choices, plan.machine, proved_for=plan.proved_for)
         self.runner.at_alarm.append(self._write_early)
         self.runner.install()
@@ -155,6 +206,10 @@ class Run:
 
             self._records = self.live.folder
             follow_children(self._records)
+
+    def shared_end(self, status: int) -> int:
+        """The script has ended with this status: tell the other ranks. Returns the status of this rank."""
+        return status if self.rank is None else self.rank.replica.end(status)
 
     def abandon(self) -> None:
         """No line of the script has run: there is nothing to report."""
@@ -268,6 +323,13 @@ class Run:
         processes = f"the {count} processes" if count > 1 else "the process"
         return [f"the plan was not applied in {processes} that the script started to train in"]
 
+    def _of_sharing(self) -> list[str]:
+        if self.rank is None:
+            return []
+        from flatout.report.devices_text import sharing_lines
+
+        return sharing_lines(self.rank.replica.facts(), self.rank.settings)
+
     def _report_all(self) -> None:
         if self.report is None and not self._show:
             return
@@ -307,7 +369,7 @@ class Run:
             self.runner,
             status=self.status,
             plan=self.applied.plan,
-            notes=[*self.applied.notes, *self._not_in_processes()],
+            notes=[*self.applied.notes, *self._not_in_processes(), *self._of_sharing()],
             machine=self.applied.machine,
             began=self._began,
             processes=self._processes(),
@@ -326,6 +388,18 @@ def _report_path(options: dict[str, str]) -> Path | None:
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
     return path
+
+
+def _rank() -> Rank | None:
+    """This process's place in a run on several devices; None: it is in none."""
+    from flatout import environment
+
+    folder = environment.ranks_folder()
+    if folder is None:
+        return None
+    from flatout.script.replicas.rank import begin
+
+    return begin(folder)
 
 
 def _first_rank() -> bool:

@@ -29,6 +29,7 @@ from flatout.errors import UsageError
 from flatout.machine.detect import usable_cores
 from flatout.machine.ranks import ranks as ranks_of_run
 from flatout.plan import Plan
+from flatout.plan_choices import SAME_BATCH
 
 if TYPE_CHECKING:
     import torch
@@ -443,7 +444,7 @@ def _place(rank: int | None, ranks: int | None, plan: Plan) -> tuple[int, int]:
     if rank is None and ranks is None:
         if plan.parallel is not None:
             here = ranks_of_run()
-            return here.rank, here.count
+            return (here.rank, here.count) if plan.parallel not in SAME_BATCH else (0, 1)
         if distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank(), distributed.get_world_size()
         if (launched := environment.launched()) is not None and launched[1] > 1:

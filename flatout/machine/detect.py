@@ -157,6 +157,11 @@ def _host_memory() -> tuple[int, int]:
     return sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"])
 
 
+def torch_version() -> str | None:
+    """Of the torch that is installed, with its build ('2.13.0+cpu'); it is not imported. None: there is none."""
+    return _torch_build().get("__version__") or installed_version("torch")
+
+
 def _versions(driver: Driver) -> Versions:
     build = _torch_build()
     return Versions(

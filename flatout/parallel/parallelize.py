@@ -3,6 +3,8 @@
     ddp            every rank has the whole model; gradients are averaged
     zero1          the same, and each rank keeps the optimizer's state of a part of the parameters
     fsdp           each rank keeps a part of everything: parameters, gradients, state
+    tensor         every rank has the whole batch, and a part of every layer
+    pipeline       every rank has the whole batch, and some of the layers
 
 A model that the user gave to DistributedDataParallel or fully_shard is trained as it is.
 """
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from flatout.errors import PlanError, UsageError
 from flatout.machine.ranks import ranks
 from flatout.parallel.strategy import Strategy
+from flatout.parallel.whole_tensors import CUTS, STAGES
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -29,11 +32,20 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     """
     import torch
 
+    _check_kept(model, plan)
     given = _as_given(model)
     if given is not None or plan.parallel is None:
         return given or Strategy()
     if ranks().count == 1:
         return Strategy()
+    if plan.parallel == "tensor":
+        from flatout.parallel.tensor.training import split_over_ranks
+
+        return split_over_ranks(model, optimizer, plan)
+    if plan.parallel == "pipeline":
+        from flatout.parallel.pipeline.training import in_stages
+
+        return in_stages(model, optimizer, plan)
     _check_batch_norms(model, plan)
     if plan.batch_norm == "synced":
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -49,6 +61,17 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
 
         strategy.close = ShardedUpdates(optimizer, strategy.group).close
     return strategy
+
+
+def _check_kept(model: Module, plan: Plan) -> None:
+    """A model that is on several ranks stays there: to any other strategy its parts would look like a whole model."""
+    for kind, attribute in (("tensor", CUTS), ("pipeline", STAGES)):
+        if plan.parallel != kind and any(attribute in module.__dict__ for module in model.modules()):
+            raise UsageError(
+                f"parallel is {plan.parallel!r}, and an earlier step with {kind!r} put the model on several ranks",
+                limit="it stays there",
+                remedy=f"keep parallel = {kind!r}, or load its state_dict() into a new model",
+            )
 
 
 def _as_given(model: Module) -> Strategy | None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
     from flatout.levers.subject import Wrapper
+    from flatout.parallel.pipeline.training import Pipeline
 
 
 @dataclass(kw_only=True)
@@ -20,6 +22,8 @@ class Strategy:
 
     group: ProcessGroup | None = None
     """Over whose ranks gradients are averaged; None: there are no others."""
+    together: ProcessGroup | None = None
+    """The ranks that compute one model on the same batch, with nothing to average; None: there are no others."""
     wrapper: Wrapper | None = None
     """What goes around the model's calls while it trains."""
     ddp: DistributedDataParallel | None = None
@@ -30,8 +34,14 @@ class Strategy:
     """Around the forward and backward pass of a part of a batch that is not its last."""
     after_loss: Callable[[], None] | None = None
     """Called when the loss of a part is there, before its backward pass."""
+    before_step: Callable[[object], None] | None = None
+    """Called with each step's batch, before its first pass."""
     after_backward: Callable[[], None] | None = None
     """Called when the gradients of a whole step are there, before anything uses them."""
+    total_norm: Callable[[list[Tensor]], Tensor] | None = None
+    """Of parameters, the norm of their gradients over all ranks, where a rank has a part of them without a DTensor."""
+    pipeline: Pipeline | None = None
+    """Takes the parts of a batch through the stages, in place of forward and backward passes of the whole model."""
     settled: Callable[[], Strategy] | None = None
     """What to go on with after the first step, whose passes showed more of the model; a collective. None: the same."""
     close: Callable[[], None] = lambda: None

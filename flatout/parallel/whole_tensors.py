@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CUT = "cut_over_ranks"
+"""Attribute of a parameter of which this rank has a part as a plain tensor: how it is cut (`parallel.tensor.parts`)."""
+
+ELSEWHERE = "on_another_rank"
+"""Attribute of a parameter, True: another rank trains it, and it has no values here (`parallel.pipeline.ownership`)."""
+CUTS, STAGES = "cuts_over_ranks", "stages_of_ranks"
+"""Attributes of a module whose parameters are cut, and of a model whose blocks are on several ranks."""
+
+
 def is_distributed(value: object) -> bool:
     """Is it a tensor of which this rank may hold a part only?"""
     return hasattr(value, "full_tensor") and hasattr(value, "placements")
@@ -28,6 +37,9 @@ def like(parameter: Any, value: Any) -> Any:  # DTensors or tensors
     """
     import torch
 
+    cut = getattr(parameter, CUT, None)
+    if cut is not None and isinstance(value, torch.Tensor):
+        return cut.part(value)
     if not is_distributed(parameter) or not isinstance(value, torch.Tensor) or is_distributed(value):
         return value
     if value.shape != parameter.shape or value.ndim == 0:
@@ -36,6 +48,12 @@ def like(parameter: Any, value: Any) -> Any:  # DTensors or tensors
 
     local = value.to(parameter.device)
     return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:  # a DTensor or a tensor
+    """The shape of all of a parameter, of which this rank may hold a part."""
+    cut = getattr(parameter, CUT, None)
+    return tuple(parameter.shape if cut is None else cut.shape)
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

@@ -293,9 +293,9 @@ def _checked(
 
 
 def _check_step(step: TrainStep) -> None:
-    if step.group is not None:
+    if step.together is not None:
         raise UsageError(
-            f"the model is trained by {step.group.size()} ranks",
+            f"the model is trained by {step.together.size()} ranks",
             limit="each rank would measure by itself, and wait for the others in every step",
             remedy="measure in one process: a batch there is a rank's share",
         )

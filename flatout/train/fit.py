@@ -129,7 +129,7 @@ def fit(
     patience = as_patience(patience)
     run = _run(step, data, metric, checkpoints, objects, epoch_scheduler, ema, patience, loggers)
     resumed_at = run.resume()
-    first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.group, step.device), run.source
+    first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.together, step.device), run.source
     _check_passes(source, epochs, steps)
     if run.stopped:  # asked again, so that with another rule, or none, it continues
         run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), step)
@@ -233,7 +233,7 @@ def _at_end(source: Source) -> bool:
 
 
 def _any_rank(answer: object, step: TrainStep) -> bool:
-    return any(gathered(bool(answer), step.group))
+    return any(gathered(bool(answer), step.together))
 
 
 def _run(
@@ -262,7 +262,7 @@ def _run(
     given = checkpoints if isinstance(checkpoints, Checkpoints) else None
     needed = folder is not None or patience is not None
     best = direction(metric, given, patience, epoch_scheduler, needed=needed)
-    if isinstance(source, GivenBatches) and checkpoints is not None and step.group is not None:
+    if isinstance(source, GivenBatches) and checkpoints is not None and step.together is not None:
         raise UsageError(
             "checkpoints are given, and the data is an iterable of batches",
             limit="with several ranks the position in it cannot be found again",
@@ -277,7 +277,7 @@ def _run(
         ema=ema,
         epoch_scheduler=epoch_scheduler,
         waiting=None if patience is None else Waiting(patience, best),
-        loggers=check_loggers(loggers) if is_first(step.group) else (),
+        loggers=check_loggers(loggers) if is_first(step.together) else (),
     )
 
 

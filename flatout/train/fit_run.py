@@ -172,7 +172,7 @@ class Run:
         try:
             return function(*arguments)
         except (Exception, SystemExit):
-            if self.step.group is not None:
+            if self.step.together is not None:
                 warnings.warn("nothing was saved: the other ranks do not know of this rank's exception", stacklevel=2)
             else:
                 self._save_at_last(self.figures.get(self.metric) if self.source.position == 0 else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from flatout.errors import NumericsError, UsageError
@@ -44,11 +45,12 @@ class GradientStep:
         clip_norm: float | None,
         fp16: bool,
         nonfinite: str | None,
+        norm_of: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
         import torch
 
         self.parameters, self.optimizer, self.clip_norm = parameters, optimizer, clip_norm
-        self.nonfinite = nonfinite
+        self.nonfinite, self._norm_of = nonfinite, norm_of
         device = parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
@@ -77,7 +79,7 @@ class GradientStep:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None or self.nonfinite is not None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            self.norm = total_norm(gradients)
+            self.norm = total_norm(gradients) if self._norm_of is None else self._norm_of(self.parameters)
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, self.norm)
         if self.scaler is not None:

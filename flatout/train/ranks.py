@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+from flatout.errors import NumericsError
 from flatout.train.split import batch_coupled_layers
 
 if TYPE_CHECKING:
@@ -148,6 +149,23 @@ def largest_of_ranks(value: int, device: torch.device, group: ProcessGroup) -> i
     largest = torch.tensor(value, device=device)
     distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
     return int(largest)
+
+
+@contextlib.contextmanager
+def raised_on_all_ranks(group: ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Around a check of what a rank alone has: where it fails on one, it does on all, and none waits for that one."""
+    found: NumericsError | None = None
+    try:
+        yield
+    except NumericsError as error:
+        found = error
+    failed = int(found is not None) if group is None else largest_of_ranks(int(found is not None), device, group)
+    if failed:
+        raise found or NumericsError(
+            "the weights on another rank are not finite",
+            limit="its own error says which",
+            remedy="resume from the last checkpoint with a lower learning rate, clip_norm, or Plan(nonfinite='skip')",
+        )
 
 
 def gathered(value: T, group: ProcessGroup | None) -> list[T]:

@@ -38,7 +38,9 @@ from flatout.levers.low_bit import LowBitOptimizer
 from flatout.levers.model_call import calls_wrapped
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.parallel.heartbeat import beat
 from flatout.parallel.parallelize import parallelize
+from flatout.parallel.whole_tensors import ELSEWHERE
 from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
@@ -48,7 +50,7 @@ from flatout.train.loss import CountTerms, LossFn, own_metrics
 from flatout.train.loss_parts import LossParts, Number, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
-from flatout.train.ranks import SharedStep, largest_of_ranks, mean_over_ranks
+from flatout.train.ranks import SharedStep, largest_of_ranks, mean_over_ranks, raised_on_all_ranks
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+    from flatout.parallel.pipeline.training import Pipeline
 
 _NOTHING = contextlib.nullcontext()
 
@@ -122,6 +126,8 @@ class TrainStep:
             self._levers.enter_context(self._subject.around_calls(self._reduced))
         self.group: ProcessGroup | None = self._strategy.group
         """The ranks that train the model together, each on its share of every batch; None: this process alone."""
+        self.together: ProcessGroup | None = self._strategy.together or self.group
+        """The ranks that train the model together, on shares of a batch or on the same one; None: this process."""
         self._apply_levers()
         stepped: Any = optimizer  # a LowBitOptimizer takes its place without being a subclass
         if self.plan.optimizer_state is not None:
@@ -133,6 +139,7 @@ class TrainStep:
             clip_norm=clip_norm,
             fp16=self.plan.precision == "fp16",
             nonfinite=self.plan.nonfinite,
+            norm_of=self._strategy.total_norm,
         )
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
@@ -165,6 +172,7 @@ class TrainStep:
                 "the model is in evaluation mode", limit="a step trains", remedy="call model.train() first"
             )
         self._update.check(wait=False)
+        beat(self.steps, inside=True)
         with self._settings() if self._during_calls else _NOTHING:
             loss = self._backward_in_parts(batch)
             if self._in_backward is None:
@@ -174,6 +182,7 @@ class TrainStep:
         self.steps += 1
         if self._losses is not None:
             self._losses.add(self.steps - 1, loss)
+        beat(self.steps)
         return loss
 
     @property
@@ -218,9 +227,14 @@ class TrainStep:
         """
         self.finish()
         moved = {id(parameter) for parameter in self._update.parameters}
-        trained = [(name, one) for name, one in self.model.named_parameters() if id(one) in moved]
+        trained = [
+            (name, one)
+            for name, one in self.model.named_parameters()
+            if id(one) in moved and not getattr(one, ELSEWHERE, False)
+        ]
         watch = self._losses or LossWatch()
-        check_weights_finite(trained, watch)
+        with raised_on_all_ranks(self.together if self._strategy.calls_are_collective else None, self.device):
+            check_weights_finite(trained, watch)
         learnt = not watch.none_finite_since()
         watch.begin()
         return learnt
@@ -317,6 +331,8 @@ class TrainStep:
     def _backward_in_parts(self, batch: object) -> Tensor:
         """Gradients of the whole batch's mean loss; tried again with smaller parts if memory runs out."""
         self._mean_terms = None
+        if self._strategy.before_step is not None:
+            self._strategy.before_step(batch)
         if self._shared is not None:
             self._shared.begin()
         if self._strategy.settled is not None and self._loss_checked:
@@ -325,7 +341,7 @@ class TrainStep:
             attempt = self._attempt()
             self.optimizer.zero_grad(set_to_none=True)
             try:
-                return self._backward(split_batch(batch, self.micro_batches))
+                return self._backward(split_batch(batch, self._parts(batch)))
             except Exception as error:
                 if not is_out_of_memory(error):
                     self._explain(error, batch)
@@ -349,6 +365,8 @@ class TrainStep:
     def _backward(self, parts: Sequence[object]) -> Tensor:
         weights, total = self._weights(parts)
         sums = LossParts(weights, total)
+        if self._strategy.pipeline is not None:
+            return self._in_stages(self._strategy.pipeline, parts, sums)
         # gradients are averaged over the ranks: of a loss that sums over its terms that is a part of the sum
         ranks = 1 if self.group is None or total is not None else self.group.size()
         for i, part in enumerate(parts):
@@ -365,6 +383,26 @@ class TrainStep:
         self.figures = sums.figures
         assert sums.loss is not None  # a part is only left out if others have terms
         return sums.loss
+
+    def _parts(self, batch: object) -> int:
+        pipeline = self._strategy.pipeline
+        return self.micro_batches if pipeline is None else pipeline.parts(batch_length(batch), self.micro_batches)
+
+    def _in_stages(self, pipeline: Pipeline, parts: Sequence[object], sums: LossParts) -> Tensor:
+        """The same with a model whose blocks are on several ranks: only the last one has a loss."""
+        import torch
+
+        self._update.scale(torch.zeros((), device=self.device))  # so that every rank's scaler has a scale
+
+        def forward(part: object) -> object:
+            with torch.no_grad(), calls_wrapped(self.model, self._subject.call):
+                return self.loss_fn(self.model, part)
+
+        pipeline.run(parts, lambda i: self._update.scale(sums.share(i, parts[i], self._loss(parts[i]))), forward)
+        if self._strategy.after_backward is not None:
+            self._strategy.after_backward()
+        loss, self.figures = pipeline.of_last_stage(sums.loss, sums.figures)
+        return loss
 
     def _weights(self, parts: Sequence[object]) -> tuple[Sequence[Number | None], Number | None]:
         """How many terms each part's mean has, and their sum; no sum if the parts are to be added up as they are.
@@ -400,6 +438,7 @@ class TrainStep:
         assert settled is not None
         self.optimizer.zero_grad(set_to_none=True)
         strategy = settled()
+        self._levers.callback(strategy.close)
         strategy.settled, strategy.close = None, self._strategy.close
         self._strategy = strategy
         self._watch_shared_step()
@@ -453,7 +492,7 @@ class TrainStep:
         """Raise if splitting is not wanted, not exact, or not possible any more."""
         if self.plan.out_of_memory == "raise" or self._in_backward is not None:
             raise error  # weights that were updated in this backward cannot be restored
-        if self.group is not None or hasattr(self.model, "no_sync"):
+        if self.group is not None or self._strategy.calls_are_collective or hasattr(self.model, "no_sync"):
             self._refuse_to_split_alone(error)
         if self.plan.out_of_memory == "exact" and (coupled := batch_coupled_layers(self.model)):
             raise MachineError(
@@ -475,7 +514,7 @@ class TrainStep:
         if self._shared is not None and self._strategy.ddp is not None:
             obstacle = self._shared.obstacle(self._strategy.ddp)
         elif self._strategy.calls_are_collective:
-            obstacle = "each pass gathers parameters from the other ranks"
+            obstacle = "each pass exchanges tensors with the other ranks"
         if obstacle is not None:
             raise MachineError(
                 "out of memory on one rank",

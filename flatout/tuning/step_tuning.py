@@ -85,9 +85,9 @@ def _check(step: TrainStep) -> None:
             limit="those are what a tune tries",
             remedy=f"tune a step made with plan.without({names})",
         )
-    if step.group is not None:
+    if step.together is not None:
         raise UsageError(
-            f"the model is trained by {step.group.size()} ranks",
+            f"the model is trained by {step.together.size()} ranks",
             limit="each rank would search on its own, while every step waits for the others",
             remedy="tune the model in one process, and use the plan on all ranks",
         )

@@ -1,0 +1,83 @@
+"""What is said of a script that ran on several devices, and of the proof that it trains there as on one."""
+
+from __future__ import annotations
+
+from flatout.script.replicas.settings import Facts, Settings
+from flatout.tuning.devices_proof import DevicesProof
+
+
+def sharing_lines(facts: Facts | None, settings: Settings) -> list[str]:
+    """What a user has to know of such a run, a line each."""
+    if facts is None:
+        return []
+    if not facts.updates or facts.samples is None:
+        return [f"nothing was shared: no training step was seen, and all {facts.ranks} ranks ran the whole script"]
+    ranks = f"{facts.ranks} ranks"
+    lines = [
+        f"{ranks} trained, each on its share of every batch ({facts.own_samples} of {facts.samples} samples); the loss "
+        "and other figures of training batches are those of rank 0's share"
+    ]
+    if settings.batch == "per-device":
+        lines.append(
+            f"a batch has {facts.samples} samples, {facts.ranks} times the script's, and an epoch fewer steps, at the "
+            "script's learning rate (often multiplied by the number of devices, after a warm-up)"
+            if facts.multiplied
+            else "no batch size was changed: no training loader was made with shuffle=True or a sampler"
+        )
+    if facts.uneven:
+        lines.append(f"{facts.uneven} of {facts.batches} batches were shared unevenly; their losses count by samples")
+    if settings.loss is not None:
+        meaning = {
+            "mean": "a mean over samples, by their number",
+            "sum": "a sum over samples: gradients were added",
+            "terms": "a mean over targets, by their number or weight",
+        }
+        lines.append(f"the loss counted as {meaning[settings.loss]}")
+    if facts.batch_norms:
+        layers = "batch norm" if facts.batch_norms == 1 else f"{facts.batch_norms} batch norms"
+        lines.append(f"{layers}: mean and variance of each rank's share; the running ones are rank 0's")
+    if facts.draws_in_model:
+        lines.append(
+            "the model draws random numbers on the CPU, each rank its own: they, and the order of later epochs, are "
+            "not those of one device"
+        )
+    if facts.realigned:
+        times = "once" if facts.realigned == 1 else f"{facts.realigned} times"
+        lines.append(f"the ranks' random numbers had come apart {times}, and were set to rank 0's before an epoch")
+    if facts.unseeded:
+        lines.append(f"not seeded by the script, and given one seed on all ranks: {', '.join(facts.unseeded[:3])}")
+    return lines
+
+
+def proof_text(proof: DevicesProof) -> str:
+    """Some lines."""
+    on = f"on {proof.devices} devices"
+    without = " without dropout" if proof.without_dropout else ""
+    heads = {
+        "equal to rounding": f"equal to rounding{without}: {proof.steps} steps {on} train as on one",
+        "different": f"different{without}: {on} the script does not train as on one: {proof.reason}",
+        "not comparable": f"not comparable: {proof.reason}",
+    }
+    if proof.verdict == "not comparable":
+        return "\n".join([heads[proof.verdict], *(f"  {note}" for note in proof.notes)])
+    samples = "the same samples in every batch" if proof.samples_equal else "other samples in some batches"
+    lines = [heads[proof.verdict], f"  data       {samples}"]
+    lines += _figures("losses", proof.largest_loss_difference, proof.rounding_loss_difference)
+    lines += _figures("gradients", proof.largest_gradient_difference, proof.rounding_gradient_difference)
+    first, last = proof.losses[0], proof.losses[-1]
+    first_on_all, last_on_all = proof.losses_on_all[0], proof.losses_on_all[-1]
+    if None not in (first, last, first_on_all, last_on_all):
+        lines.append(
+            f"  loss       {first:.6g} to {last:.6g} on one device, {first_on_all:.6g} to {last_on_all:.6g} {on}"
+        )
+    if proof.without_dropout:
+        lines.append(
+            "  dropout    left out in all runs: each rank draws masks of its own, which one device does not draw"
+        )
+    return "\n".join([*lines, *(f"  {note}" for note in proof.notes)])
+
+
+def _figures(name: str, found: float | None, rounding: float | None) -> list[str]:
+    if found is None or rounding is None:
+        return []
+    return [f"  {name:10} differ by at most {found:.1e}; by {rounding:.1e} where every weight is rounded once"]

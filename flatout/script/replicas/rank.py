@@ -1,0 +1,83 @@
+"""A rank's process, before the script's first line.
+
+    rank = begin(folder)         # isolated, its GPU chosen, its launcher's variables hidden from the script
+    rank.replica.install()
+    ...                          # the script
+    rank.replica.end(status)
+
+Ranks other than the first run the same lines, so they would write the same files. They see a private copy of whatever
+they write: a checkpoint is there for the rank that loads it again, and on disk once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout import environment
+from flatout.errors import MachineError, UsageError
+from flatout.script.replicas.refusal import Refusals
+from flatout.script.replicas.replica import Replica
+from flatout.script.replicas.settings import SCRATCH, Settings
+
+ALL_WRITE = "--all-ranks-write"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """This process among the ranks of a run."""
+
+    number: int
+    settings: Settings
+    replica: Replica
+
+
+def begin(folder: Path) -> Rank:
+    """Call it while the process has one thread, before torch is imported: it returns in a new process where the rank is
+    isolated. Raises Refused where that is not possible, UsageError without a launcher's variables."""
+    place = environment.launched()
+    if place is None:
+        raise UsageError(
+            f"{environment.RANKS} is set, and RANK is not",
+            limit="flatout run --devices sets both, for its ranks alone",
+            remedy="unset it",
+        )
+    number, count = place
+    settings = Settings.read(folder)
+    local = environment.local_rank()
+    environment.put_ranks_aside()
+    if settings.visible:
+        environment.show_cuda_devices(settings.visible[number if local is None else local])
+    if settings.recording is not None or (number and settings.isolated):
+        _isolate(folder, number, settings)
+    if number or settings.recording is not None:
+        _silence()
+    return Rank(number=number, settings=settings, replica=Replica(settings, folder, number, count))
+
+
+def _isolate(folder: Path, number: int, settings: Settings) -> None:
+    from flatout.script.isolation import enter
+
+    shared = [folder, *(Path(path) for path in settings.shared)]
+    try:
+        # The network stays: ranks reach each other over loopback.
+        enter(folder / f"{SCRATCH}{number}", shared, "overlay", allow_network=True)
+    except MachineError as error:
+        raise Refusals(folder, number).refuse(
+            f"rank {number} cannot get a private copy of the files it writes: {error.what}",
+            limit=error.limit or "each rank runs the whole script, and would write the same files at the same time",
+            remedy=f"{error.remedy}, or " * bool(error.remedy)
+            + f"let all of them write, if the script's files can bear it: {ALL_WRITE}",
+            machine=True,
+        ) from None
+
+
+def _silence() -> None:
+    """The first rank prints what one device would have printed, and nobody reads what a trial prints; errors are passed
+    on."""
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -1,0 +1,97 @@
+"""What the ranks of a run are told, as a file in a folder of that run, and what they leave there for their parent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from flatout.decoding import decode
+
+SETTINGS, FACTS = "settings.json", "facts.json"
+REFUSED = "refused-"
+"""Followed by the rank."""
+SCRATCH = "scratch-"
+RECORD, LOSSES = "record.json", "losses-"
+"""Of a recorded run: what the first rank computed, and each rank's part of the losses."""
+
+Batch = Literal["global", "per-device"]
+Loss = Literal["mean", "sum", "terms"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Of a run that is only a trial for the proof: what to record before it ends."""
+
+    steps: int
+    role: Literal["reference", "checked"]
+    nudge_ulps: int = 0
+    """Move the weights by so many rounding errors at each step that is compared."""
+    without_dropout: bool = False
+    """Leave out dropout: the masks of several ranks cannot be those of one device."""
+    reference: str
+    """The folder of the reference."""
+    checks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of a run on several devices; the same for all ranks."""
+
+    batch: Batch = "global"
+    """What a batch size in the script counts: the samples of all ranks together, or of each."""
+    loss: Loss | None = None
+    """What the script's loss is over its batch; None: a mean over samples, unless its graph shows something else."""
+    allow_local_batchnorm: bool = False
+    isolated: bool = True
+    """Do ranks other than the first see a private copy of the files that they write?"""
+    visible: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each rank; empty: they train on the CPU."""
+    shared: tuple[str, ...] = ()
+    """Folders that all ranks may write to: caches."""
+    recording: Recording | None = None
+
+    def write(self, folder: Path) -> None:
+        (folder / SETTINGS).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        return decode(cls, json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the first rank saw of the sharing."""
+
+    ranks: int
+    updates: int = 0
+    """How often gradients were averaged."""
+    batches: int = 0
+    """Training batches that were shared out."""
+    samples: int | None = None
+    """Of the largest of them, on all ranks together; None: there was none."""
+    own_samples: int | None = None
+    """Of its share of that."""
+    uneven: int = 0
+    """Batches of which ranks had different numbers of samples."""
+    batch_norms: int = 0
+    draws_in_model: bool = False
+    """Did a model draw random numbers on the CPU, as dropout does?"""
+    realigned: int = 0
+    """How often the random numbers of the ranks had come apart, and were set to the first rank's."""
+    unseeded: tuple[str, ...] = ()
+    """Places in the script that took a seed from the system or the clock, and got one that is the same for all."""
+    multiplied: bool = False
+    """Were batch sizes multiplied by the number of ranks?"""
+
+    def write(self, folder: Path) -> None:
+        (folder / FACTS).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Facts | None:
+        """None: no rank got as far."""
+        try:
+            return decode(cls, json.loads((folder / FACTS).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None

@@ -1,0 +1,109 @@
+"""The ranks of a script on several devices of this machine, started and awaited.
+
+    with ranks_prepared(request) as folder:
+        status = start_ranks(request, folder)
+
+Each rank is `flatout run` again, with the same options, told by a variable that it is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flatout import environment
+from flatout.errors import UsageError
+from flatout.machine.detect import detect, usable_cores
+from flatout.parallel.launch_request import Launch
+from flatout.script.child_command import child_command
+from flatout.script.entry import Target
+from flatout.script.replicas.refusal import refusal_of
+from flatout.script.replicas.settings import Settings
+from flatout.script.work_folder import work_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesRequest:
+    """What `flatout run --devices` is asked for."""
+
+    target: Target
+    devices: int
+    options: tuple[str, ...] = ()
+    """Of `flatout run`, for each rank."""
+    deterministic: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
+    """More environment variables of the ranks."""
+
+
+def device_count(asked: str, *, on_cpu: bool) -> tuple[int, tuple[str, ...]]:
+    """(ranks, CUDA_VISIBLE_DEVICES of each; empty where they train on the CPU) for '4' or 'auto': all GPUs.
+
+    on_cpu: the GPUs are not to be used. Raises UsageError where there are fewer GPUs, or the number is none.
+    """
+    machine = detect()
+    gpus = [] if on_cpu else machine.usable_gpus
+    if asked == "auto":
+        if not gpus:
+            raise UsageError(
+                "--devices is auto, and there is no GPU to count",
+                limit=machine.no_devices_reason or "ranks on a CPU share its cores",
+                remedy="say how many ranks to start on the CPU: --devices 2",
+            )
+        count = len(gpus)
+    elif asked.isdecimal() and int(asked) > 0:
+        count = int(asked)
+    else:
+        raise UsageError(f"--devices is {asked!r}", limit="it is a number from 1, or auto", remedy="use --devices 2")
+    if gpus and count > len(gpus):
+        raise UsageError(
+            f"--devices is {count}, and there are {len(gpus)} usable GPUs",
+            limit="each rank has a GPU of its own",
+            remedy=f"use --devices {len(gpus)}, or --device cpu to train on the processor",
+        )
+    if not gpus and count > (cores := usable_cores()):
+        raise UsageError(
+            f"--devices is {count}, and {cores} core{'s' * (cores != 1)} may be used",
+            limit="ranks on a CPU need a core each",
+            remedy=f"use --devices {cores}" if cores > 1 else "train on one device: leave --devices out",
+        )
+    setting = environment.visible_cuda_devices()
+    names = setting.split(",") if setting is not None else [gpu.uuid or str(gpu.index) for gpu in gpus]
+    return count, tuple(names[index].strip() for index in range(count)) if gpus else ()
+
+
+@contextlib.contextmanager
+def ranks_prepared(settings: Settings, *shared: Path) -> Iterator[Path]:
+    """The folder of a run, with its settings; removed in the end. shared: folders that all ranks may write to, beside
+    caches."""
+    with work_folder() as folder:
+        caches = (environment.cache_dir(), environment.inductor_folder(), *shared)
+        replace(settings, shared=tuple(str(path) for path in caches)).write(folder)
+        yield folder
+
+
+def start_ranks(request: DevicesRequest, folder: Path, command: Sequence[str] | None = None) -> int:
+    """The exit status of the job: 0 where every rank's was. command: in place of `flatout run` with the options.
+
+    Raises UsageError or MachineError where a rank refused to go on.
+    """
+    from flatout.parallel.launching.launch import launch
+
+    words = command or child_command("flatout", "run", *request.options, *request.target.command)
+    variables = environment.ranks_variables(folder)
+    if request.deterministic:
+        variables |= environment.deterministic_variables()
+    status = launch(
+        Launch(
+            command=tuple(words),
+            nproc_per_node=request.devices,
+            quiet=True,
+            stdout_of="first",
+            hang_seconds=0.0,  # an evaluation may take any time, and ranks that part say so themselves
+            variables=(*variables.items(), *request.variables),
+        )
+    )
+    if refusal := refusal_of(folder):
+        raise refusal
+    return status

@@ -1,0 +1,147 @@
+"""Blocks on two ranks train what one process trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import UsageError
+from flatout.parallel.pipeline.balance import split_evenly
+from tests.parallel.split_training import MODELS, check_equals_one_process
+from tests.train.conftest import RunRanks
+
+
+def test_two_ranks_train_what_one_trains(run_ranks: RunRanks, tmp_path: Path) -> None:
+    alone, split = check_equals_one_process(run_ranks, tmp_path, "pipeline", "gpt2", 2)
+    assert all(rank["gpt2"]["held"] < 0.7 * alone["gpt2"]["held"] for rank in split)
+
+
+@pytest.mark.slow
+def test_our_other_models_do_so_too(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_equals_one_process(run_ranks, tmp_path, "pipeline", "bert,lm,seq", 2)
+
+
+@pytest.mark.slow
+def test_models_of_transformers_on_two_ranks_train_what_one_trains(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    check_equals_one_process(run_ranks, tmp_path, "pipeline", "hf-gpt2,hf-llama,hf-bert", 2)
+
+
+SHAPES = (
+    MODELS
+    + """
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    def forward(self, *, x, scale):
+        return (x + self.inner(x) * scale, None)
+class Model(nn.Module):  # by keyword, tuples, something between the blocks, a parameter that several stages use
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(5, 6), nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
+        self.never = nn.Parameter(torch.ones(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x=self.frozen(x), scale=self.scale * 2)[0]
+        return self.last(x)
+model = Model()
+plan = Plan(parallel="pipeline", micro_batches=ranks) if ranks > 1 else Plan()
+optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+step = TrainStep(model, optimizer, loss_fn, plan, clip_norm=0.1)
+numbers = torch.Generator().manual_seed(1)
+losses = []
+for shape in ((4, 5), (4, 7, 5), (3, 5), (9, 2, 5), (4, 5)):  # a last batch that is shorter, longer sequences
+    losses.append(float(step(torch.randn(shape, generator=numbers))))
+    step.finish(); step.check_finite()
+torch.save((losses, {name: one.clone() for name, one in model.state_dict().items()}), f"{sys.argv[4]}.{rank}")
+leave()
+"""
+)
+
+
+def test_any_chain_of_blocks_and_any_shape_of_batches(run_ranks: RunRanks, tmp_path: Path) -> None:
+    import torch
+
+    for ranks in (1, 2, 3):
+        assert run_ranks(SHAPES, ranks, tmp_path / str(ranks)) == [(0, "", "")] * ranks
+    losses, state = torch.load(tmp_path / "1.0")
+    for ranks in (2, 3):
+        for rank in range(ranks):
+            here = torch.load(tmp_path / f"{ranks}.{rank}")
+            assert here[0] == pytest.approx(losses, rel=1e-5)
+            for one, other in zip(state.values(), here[1].values(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+REFUSED = (
+    MODELS
+    + """
+def refusal(make):
+    try:
+        make()
+    except FlatoutError as error:
+        return str(error)
+    raise AssertionError("not refused")
+def step_of(model, plan=Plan(parallel="pipeline", micro_batches=2), loss_fn=Loss("gpt2")):
+    return TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, plan)
+found = [refusal(lambda: step_of(ours("gpt2"), Plan(parallel="pipeline")))]
+found.append(refusal(lambda: step_of(nn.Linear(3, 3))))
+found.append(refusal(lambda: step_of(ours("gpt2"), Plan(parallel="pipeline", micro_batches=2, compile="default"))))
+found.append(refusal(lambda: step_of(ours("gpt2"))((x[:1], y[:1]))))
+class Skips(nn.Module):  # what the first block computes is used again after the last one
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+    def forward(self, x):
+        first = self.blocks[0](x)
+        return self.blocks[1](first) + first
+def mean(model, x):
+    return model(x).mean()
+found.append(refusal(lambda: step_of(Skips(), loss_fn=mean)(torch.ones(4, 4))))
+class Twice(Skips):
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](self.blocks[0](x)))
+found.append(refusal(lambda: step_of(Twice(), loss_fn=mean)(torch.ones(4, 4))))
+class Asks(Skips):
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x)) * self.blocks[0][0].weight.mean()
+found.append(refusal(lambda: step_of(Asks(), loss_fn=mean)(torch.ones(4, 4))))
+print("\\n".join(found))
+leave()
+"""
+)
+
+
+def test_what_is_no_chain_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    ended = run_ranks(REFUSED, 2)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    for _, found, _ in ended:
+        parts, none, compiled, samples, skips, twice, asks = found.splitlines()
+        assert "micro_batches is 1" in parts
+        assert "there are 2 ranks" in parts
+        assert "Linear has no repeated blocks" in none
+        assert "compile is 'default'" in compiled
+        assert "a batch has 1 samples, and there are 2 ranks" in samples
+        assert "the loss is not finite in stages" in skips
+        assert "does not call each block once" in twice
+        assert "of a block" in asks
+
+
+def test_blocks_are_shared_by_time_and_then_by_size() -> None:
+    nothing = (0.0, 0)
+    assert split_evenly([1.0] * 5, [1] * 5, before=nothing, after=nothing, stages=5) == [0, 1, 2, 3, 4, 5]
+    assert split_evenly([3.0, 1.0, 1.0, 1.0], [1] * 4, before=nothing, after=nothing, stages=2) == [0, 1, 4]
+    assert split_evenly([1.0] * 6, [1] * 6, before=nothing, after=(2.0, 0), stages=2) == [0, 4, 6]
+    # one more block on either stage takes as long: it goes where less is held
+    assert split_evenly([1.0] * 3, [1] * 3, before=(0.0, 5), after=nothing, stages=2) == [0, 1, 3]
+    assert split_evenly([1.0] * 3, [1] * 3, before=nothing, after=(0.0, 5), stages=2) == [0, 2, 3]
+    with pytest.raises(UsageError, match="has 2 repeated blocks, and there are 3 ranks"):
+        split_evenly([1.0] * 2, [1] * 2, before=nothing, after=nothing, stages=3)
