@@ -63,11 +63,11 @@ def _classifier() -> nn.Module:
 
 def _gpt2() -> nn.Module:
     still = {"embedding_dropout": 0.0, "attention_dropout": 0.0}
-    return models.GPT2(models.GPT2Config(**SIZES, layers=3, **still))
+    return models.GPT2(models.GPT2Config(**SIZES, layers=4, **still))
 
 
 def _bert() -> nn.Module:
-    return models.BertMaskedLM(models.BertConfig(**SIZES, layers=2, inner_width=64, attention_dropout=0.0))
+    return models.BertMaskedLM(models.BertConfig(**SIZES, layers=4, inner_width=64, attention_dropout=0.0))
 
 
 def _convnet() -> nn.Module:
@@ -93,10 +93,10 @@ CASES: dict[str, Case] = {
         of_tokens=True,
     ),
     "transformer": Case(
-        make=lambda: models.TransformerLM(models.TransformerConfig(**SIZES, layers=2)), inputs=_tokens, of_tokens=True
+        make=lambda: models.TransformerLM(models.TransformerConfig(**SIZES, layers=4)), inputs=_tokens, of_tokens=True
     ),
     "seq2seq": Case(
-        make=lambda: models.Seq2SeqTransformer(models.Seq2SeqConfig(**SIZES, encoder_layers=2, decoder_layers=2)),
+        make=lambda: models.Seq2SeqTransformer(models.Seq2SeqConfig(**SIZES, encoder_layers=4, decoder_layers=4)),
         inputs=_tokens,
         of_tokens=True,
         shifted=True,

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from flatout import environment
 
+_PID = struct.Struct("=q")
 _LAYOUT = struct.Struct("=qqqdqq")
 """The process; steps completed since it started; the number of the last; when; inside one?; does SIGUSR1 dump?"""
 FILE_BYTES = _LAYOUT.size
@@ -51,16 +52,20 @@ class Heartbeat:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), FILE_BYTES)
         self._pid = os.getpid()
-        self._beats = 0
+        self._beats, self._step, self._inside = 0, 0, False
         self._dumps = _prints_stack_on_signal()
 
     def write(self, step: int, *, inside: bool) -> None:
         if os.getpid() != self._pid:  # a child that was forked: its steps are not the rank's
             return
         self._beats += not inside
-        _LAYOUT.pack_into(
-            self._memory, 0, self._pid, self._beats, step, time.monotonic(), int(inside), int(self._dumps)
-        )
+        self._step, self._inside = step, inside
+        self.renew()
+
+    def renew(self) -> None:
+        if os.getpid() == self._pid:
+            said = (self._pid, self._beats, self._step, time.monotonic(), int(self._inside), int(self._dumps))
+            _LAYOUT.pack_into(self._memory, 0, *said)
 
 
 def beat(step: int, *, inside: bool = False) -> None:
@@ -73,6 +78,13 @@ def beat(step: int, *, inside: bool = False) -> None:
         found.write(step, inside=inside)
 
 
+def alive() -> None:
+    """Say that this rank does something else than train, such as evaluate: it does not hang. Does nothing without a
+    launcher, or before the first step."""
+    if _made and _made[0] is not None:
+        _made[0].renew()
+
+
 def read_beat(path: Path) -> Beat | None:
     """What the rank of this file said last; None: nothing yet."""
     try:
@@ -82,7 +94,7 @@ def read_beat(path: Path) -> Beat | None:
     if len(content) < FILE_BYTES:
         return None
     pid, beats, step, at, inside, dumps = _LAYOUT.unpack_from(content)
-    if not pid:
+    if not at:
         return None
     return Beat(pid=pid, beats=beats, step=step, at_seconds=at, inside=bool(inside), dumps=bool(dumps))
 
@@ -92,25 +104,28 @@ def make_file(path: Path) -> None:
     path.write_bytes(bytes(FILE_BYTES))
 
 
+def name_process(path: Path, pid: int) -> None:
+    """This process is the rank, and beats; those that it starts inherit the variable, and do not."""
+    with open(path, "r+b") as file:
+        file.write(_PID.pack(pid))
+
+
 _made: list[Heartbeat | None] = []
 """This process's, once it was asked for."""
 
 
 def _heartbeat() -> Heartbeat | None:
     if not _made:
-        _made.append(_open())
+        path = environment.heartbeat_file()
+        _made.append(_opened(path) if path is not None else None)
     return _made[0]
 
 
-def _open() -> Heartbeat | None:
-    path = environment.heartbeat_file()
-    if path is None:
-        return None
-    written = read_beat(path)
-    if written is not None and written.pid != os.getpid():
-        return None  # the rank itself writes there; this is a process that it started
-    with contextlib.suppress(OSError, ValueError):  # the launcher has ended, and its files with it
-        return Heartbeat(path)
+def _opened(path: Path) -> Heartbeat | None:
+    """None: this is no rank, but a process that one has started."""
+    with contextlib.suppress(OSError, ValueError, struct.error):  # the launcher has ended, and its files with it
+        if _PID.unpack_from(path.read_bytes())[0] == os.getpid():
+            return Heartbeat(path)
     return None
 
 

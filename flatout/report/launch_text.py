@@ -60,7 +60,7 @@ def event_text(event: Event) -> str:
         case RankFailed():
             return _failed(event) + _follows(event.again, event.ranks > 1)
         case RanksHang():
-            return _hung(event) + _follows(event.again, event.of > 1)
+            return _hung(event) + _follows(event.again, event.of > len(event.ranks))
         case MachineLost():
             return f"{event.machine} is lost: {event.reason}" + _follows(event.again, True)
         case MachineBack():

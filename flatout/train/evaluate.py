@@ -21,6 +21,7 @@ from flatout.data.nested import batch_length, to_device
 from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
+from flatout.parallel.heartbeat import alive
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
@@ -77,6 +78,7 @@ def evaluate(
         for given in data:
             batch = given if home is None else to_device(given, home)
             totals.add(_measured(model, batch, metrics), batch)
+            alive()
         if rest is not None:  # every rank calls the model, because that may be a collective; one of them counts it
             batch = rest if home is None else to_device(rest, home)
             found = _measured(model, batch, metrics)

@@ -65,6 +65,8 @@ class DevicesProof:
 class _Run:
     numerics: Numerics
     order: int
+    autocast: bool
+    """Does the script compute in 16 bits?"""
     facts: Facts | None
 
 
@@ -111,11 +113,12 @@ def _compared(target: Target, devices: int, settings: Settings, steps: int, *, w
             for old in reference.glob("*.pt"):
                 old.unlink()
             plain = _recorded(target, 1, settings, told(steps, "reference"))
-        nudged = _recorded(target, 1, settings, told(steps, "checked", 1))
+        ulps = int(judge.FP32_TO_16_BITS) if plain.autocast else 1
+        nudged = _recorded(target, 1, settings, told(steps, "checked", ulps))
         shared = _recorded(target, devices, settings, told(steps, "checked"))
         verdict, reason = _judged(plain, nudged, shared)
         if verdict == "different" and judge.is_seldom_beyond_rounding(plain.numerics, nudged.numerics, shared.numerics):
-            farther = _recorded(target, 1, settings, told(steps, "checked", judge.FARTHER))
+            farther = _recorded(target, 1, settings, told(steps, "checked", ulps * judge.FARTHER))
             with_farther = judge.with_farther(plain.numerics, nudged.numerics, farther.numerics)
             verdict, reason = _judged(plain, replace(nudged, numerics=with_farther), shared)
     proof = DevicesProof(
@@ -154,7 +157,7 @@ def _recorded(target: Target, devices: int, settings: Settings, recording: Recor
     answer["losses"] = [
         [sum(values) / devices for values in zip(*step, strict=True)] for step in zip(*parts, strict=True)
     ]
-    return _Run(numerics=Numerics.from_answer(answer), order=answer["order"], facts=facts)
+    return _Run(numerics=Numerics.from_answer(answer), order=answer["order"], autocast=answer["autocast"], facts=facts)
 
 
 def _judged(plain: _Run, nudged: _Run, shared: _Run) -> tuple[Verdict, str]:
@@ -175,5 +178,10 @@ def _judged(plain: _Run, nudged: _Run, shared: _Run) -> tuple[Verdict, str]:
 
 
 def _notes(plain: _Run) -> tuple[str, ...]:
+    found = (
+        ["the script computes in 16 bits: differences are those of 16-bit rounding errors"] if plain.autocast else []
+    )
     seeds = plain.numerics.unseeded
-    return (f"not seeded by the script, and given one seed: {', '.join(seeds[:3])}",) if seeds else ()
+    if seeds:
+        found.append(f"not seeded by the script, and given one seed: {', '.join(seeds[:3])}")
+    return tuple(found)

@@ -109,6 +109,7 @@ class LocalRanks:
             start_new_session=True,
         )
         self._guard.watch(process.pid)
+        heartbeat.name_process(beat_file, process.pid)
         streams, stderr = [], None
         prefix = b"[%d] " % number if self._request.nproc_per_node > 1 else b""
         if process.stdout is not None:

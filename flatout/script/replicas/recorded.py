@@ -93,6 +93,7 @@ class Recorder:
                 "ended": ended,
                 "unseeded": list(replica.facts().unseeded),
                 "order": replica.order,
+                "autocast": self._watch.saw_autocast,
             }
             (self._folder / RECORD).write_text(json.dumps(found))
         self._leave(0)
