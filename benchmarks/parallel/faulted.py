@@ -22,11 +22,21 @@ def main() -> None:
     parser.add_argument("--parallel", required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=0.03, help="seconds after each step, so that faults find one")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="0: so that another number of ranks computes the same"
+    )
+    parser.add_argument("--one-ulp", action="store_true", help="begin with weights that are one rounding away")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     here = flatout.ranks(timeout_seconds=60)
     torch.manual_seed(here.rank)
-    model = GPT2(GPT2Config(vocab_size=64, max_tokens=32, width=64, heads=2, layers=2))  # with dropout
+    share = arguments.dropout
+    dropout = {"dropout": share, "embedding_dropout": share, "attention_dropout": share}
+    model = GPT2(GPT2Config(vocab_size=64, max_tokens=32, width=64, heads=2, layers=2, **dropout))
+    if arguments.one_ulp:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.nextafter(weight, torch.tensor(torch.inf)))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     plan = flatout.Plan(parallel=arguments.parallel)
 

@@ -80,7 +80,8 @@ class AppliedPlan:
 
     def choose(self, *, trusted: bool, verifies: bool = True) -> None:
         """Fill `choices`; trusted: a plan from another machine, torch or arguments is not verified here first.
-        verifies: may it be? Otherwise it is not applied."""
+        verifies: may it be? Otherwise it is not applied; nor is it in one of several ranks, whose trials would have no
+        others."""
         if self.plan is None or not self.plan.choices():
             return
         from flatout.levers.catalogue import LEVERS
@@ -89,7 +90,7 @@ class AppliedPlan:
 
         self.machine = detect()
         mismatch = self.plan.mismatch(self.machine.fingerprint, self.machine.versions.torch)
-        if mismatch is not None and not trusted and not verifies:
+        if mismatch is not None and not trusted and not (verifies and environment.rank() is None):
             self._miss(f"{mismatch}: not applied (--trust-plan applies it all the same)")
             self.plan = self.plan.without(*self.plan.choices())
         elif mismatch is not None and not trusted:

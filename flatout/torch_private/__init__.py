@@ -14,7 +14,8 @@
     ahead_of_time    graphs of AOT autograd; importing it imports the compiler
 
 Seen in torch 2.13 (CPU) and 2.15 (CUDA), unless an entry names other versions. Importing this package imports nothing.
-Every module in it but `lookup`, `attributes`, `graphs`, `late` and `compiler` imports torch, `ahead_of_time` the compiler too.
+Every module in it but `lookup`, `attributes`, `graphs`, `late` and `compiler` imports torch, `ahead_of_time` the
+compiler too.
 
 Names are re-exported, not wrapped, so code that runs for every operator or step calls torch directly. Attributes of
 objects are read with `operator.attrgetter`, which is implemented in C.

@@ -15,6 +15,7 @@
     recorded.py        a rank of a run that is only recorded, for the proof (flatout.tuning.devices_proof)
 
 Nothing of the script is rewritten. Every rank runs the same lines with the same seeds; only what a training loader
-hands out differs. So the ids in a batch of all ranks are those of the run on one device, whatever the sampler, and
-whatever is not training (evaluation, checkpoints, early stopping) is done by every rank, with the same figures.
+hands out differs. So the ids in a batch of all ranks are those of the run on one device, whatever the sampler (until
+dropout on the CPU would have moved the generator that the sampler draws from), and whatever is not training
+(evaluation, checkpoints, early stopping) is done by every rank, with the same figures.
 """
