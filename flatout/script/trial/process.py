@@ -28,8 +28,8 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 import psutil
 
-from flatout.environment import inductor_folder, trial_environment
-from flatout.errors import TrialError
+from flatout.environment import inductor_folder, launched, trial_environment
+from flatout.errors import TrialError, UsageError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.machine.detect import usable_cores
@@ -158,6 +158,17 @@ class TrialSetup:
         return not forked or self.starts.fit_side_by_side
 
 
+def refuse_in_ranks() -> None:
+    """A trial is one process without a network: the other ranks would wait for it, and it for them."""
+    here = launched()
+    if here is not None and here[1] > 1:
+        raise UsageError(
+            f"this is rank {here[0]} of {here[1]}",
+            limit="a trial is one process, and would wait for the others",
+            remedy="use flatout run in each rank, which shows where its time goes; or start the script alone",
+        )
+
+
 class Process(Protocol):
     """The part of `subprocess.Popen` that the parent of a trial uses."""
 
@@ -249,7 +260,8 @@ class TrialProcess:
 
     def spawn(self, command: Command | None = None) -> None:
         """Start the script without waiting, so that several may start at once; `start` must follow, unless there is a
-        command that applies from its first line."""
+        command that applies from its first line. UsageError in one of several ranks."""
+        refuse_in_ranks()
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
         command_read, self._command_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
