@@ -48,13 +48,21 @@ def main() -> None:
     tokens = torch.randint(0, 64, (120, 33), generator=torch.Generator().manual_seed(1))
     train = flatout.batches(tokens, 12, plan, seed=2)
     checkpoints = flatout.Checkpoints(arguments.folder / "checkpoints", asynchronous=True)
+
+    def after_step(step: flatout.TrainStep, loss: torch.Tensor) -> None:
+        if here.first and not begun:
+            begun.append(step.steps)
+            print(f"begins with step {step.steps}", flush=True)
+        time.sleep(arguments.pause)
+
+    begun: list[int] = []
     flatout.fit(
         step,
         train,
         steps=arguments.steps,
         checkpoints=checkpoints,
         save_every_steps=5,
-        after_step=lambda *_: time.sleep(arguments.pause),
+        after_step=after_step,
     )
     from flatout.parallel.whole_tensors import whole
 

@@ -1,8 +1,10 @@
 """`python -m benchmarks.parallel.hosts`: `flatout launch` over three simulated hosts (see simulated_hosts.py).
 
-    plain            one rank on each                       it ends, and listens only on the hosts' own addresses
+    plain            one rank on each                       it ends; it listens only on the hosts' own addresses, looked
+                                                             at every 0.3 s (the same in the other cases)
     cut for 3 s      host 2 is cut off, then back           the job goes on without a restart
     cut for 30 s     the same                               host 2 is given up, then taken back: one restart
+    back later       host 2 until the job goes on with two  it starts again with three
     cut for good     host 2, with --min-nnodes 2            the job goes on with two hosts from its checkpoint
     killed           host 2's launcher and rank, SIGKILL    the same
     host 0 cut       the one that leads                     all hosts end in bounded time, and say why
@@ -21,7 +23,10 @@ not shown here. Latency is not tested either. Needs Linux and root.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import re
 import signal
 import sys
 import tempfile
@@ -36,6 +41,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.parallel.simulated_hosts import Host, missing, simulated_hosts
+from flatout.errors import MachineError
 from flatout.machine.detect import detect
 from flatout.parallel.launching.leader import RETURN_SECONDS
 from flatout.parallel.launching.machines import LOST_SECONDS
@@ -47,6 +53,8 @@ JOIN_SECONDS, GRACE_SECONDS = 20, 5
 DEADLINE_SECONDS = 240.0
 LOOK_SECONDS = 0.3
 """Between two looks at what listens."""
+LEAVE_SECONDS = 5.0
+"""For the guard of a launcher that was killed to end what it left."""
 CUT_AFTER_STEPS = 10
 LARGEST_RATIO = 4.0
 ENDS_SECONDS = LOST_SECONDS + 2 * GRACE_SECONDS + max(JOIN_SECONDS, RETURN_SECONDS) + 20.0
@@ -63,24 +71,24 @@ class Job:
     hosts: list[Host]
     folder: Path
     listened: set[str] = field(default_factory=set)
+    began: float = 0.0
 
     def start(self, *, launch: Sequence[str] = (), script: Sequence[str] = (), pause: float = 0.2) -> None:
         """A launcher on each host."""
         self.folder.mkdir()
         words = [str(SCRIPT), "--folder", str(self.folder), "--parallel", "fsdp", "--pause", str(pause), *script]
+        self.began = time.monotonic()
         for host in self.hosts:
             self.launch(host, (*launch, *words))
-        self.began = time.monotonic()
 
     def launch(self, host: Host, words: Sequence[str], *, out: Path | None = None) -> None:
         machines = ["--nnodes", str(len(self.hosts)), "--node-rank", str(host.number), "--nproc-per-node", "1"]
         machines += ["--rendezvous", f"{self.hosts[0].address}:{PORT}"]
         if len(self.hosts) == 1:
-            machines = []
+            machines = []  # as it is without any other
         times = ["--grace", f"{GRACE_SECONDS}s", "--join-timeout", f"{JOIN_SECONDS}s", "--hang-timeout", "90s"]
         command = [sys.executable, "-m", "flatout", "launch", *times, *machines, *words]
         host.started.clear()
-        # Torch is to say what it warns of once only; the folder has no plan of the user's.
         host.start(command, self.log(host), out=out, environment={"PYTHONPATH": str(ROOT)})
 
     def log(self, host: Host) -> Path:
@@ -88,7 +96,7 @@ class Job:
 
     def trains(self) -> bool:
         """Wait until a checkpoint after the first steps is there; False: it never came."""
-        return self._until(lambda: self.step >= CUT_AFTER_STEPS) and not self.ended
+        return self.wait(lambda: self.step >= CUT_AFTER_STEPS) and not self.ended
 
     @property
     def step(self) -> int:
@@ -97,14 +105,17 @@ class Job:
         return max((int(one.name.rpartition("-")[2]) for one in found if one.name[-1].isdecimal()), default=0)
 
     @property
+    def first_steps(self) -> list[int]:
+        """That ranks took, each time they were started."""
+        log = self.log(self.hosts[0]).read_text(errors="replace")
+        return [int(one) for one in re.findall(r"^begins with step (\d+)$", log, re.MULTILINE)]
+
+    @property
     def ended(self) -> bool:
         return all(process.poll() is not None for host in self.hosts for process in host.started)
 
-    def wait(self) -> bool:
-        """Until all launchers have ended; False: they have not in time."""
-        return self._until(lambda: self.ended)
-
-    def _until(self, there: Callable[[], bool]) -> bool:
+    def wait(self, there: Callable[[], bool] = lambda: False) -> bool:
+        """Until that is so, or all launchers have ended; False: neither in time."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not there() and not self.ended:
             if time.monotonic() > deadline:
@@ -117,7 +128,9 @@ class Job:
     def row(self) -> dict[str, Any]:
         """What became of it; whatever is left of it is ended."""
         seconds = round(time.monotonic() - self.began, 1)
-        time.sleep(0.5)  # a guard ends just after its launcher
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self.ended and any(host.pids() for host in self.hosts) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
         status = {host.name: host.started[0].poll() for host in self.hosts}
         left = sum(host.end() for host in self.hosts)
         said = {host.name: _said(self.log(host)) for host in self.hosts}
@@ -125,6 +138,7 @@ class Job:
         return {
             "seconds": seconds,
             "status": status,
+            "began_with_steps": self.first_steps,
             "restarts": sum("; restart " in line or "all ranks start again" in line for line in said["host0"]),
             "processes_left": left,
             "listened_on": sorted(self.listened),
@@ -163,11 +177,22 @@ class Cases:
         job.wait()
         return at | self._exact(job, restarts=restarts)
 
+    def back_later(self) -> dict[str, Any]:
+        options = (*TWO_ARE_ENOUGH, "--join-timeout", "120s")
+        job = self._started("back", launch=options, script=WITHOUT_DROPOUT, pause=0.5)
+        at = self._cut(job, self._hosts[2])
+        job.wait(lambda: len(job.first_steps) == 2)
+        self._hosts[2].mend()
+        job.wait()
+        row = self._with_two(job, at, restarts=2)
+        row["as_promised"] &= row["status"]["host2"] == 0 and len(row["began_with_steps"]) == 3
+        return row
+
     def cut_for_good(self) -> dict[str, Any]:
         job = self._started("cut", launch=TWO_ARE_ENOUGH, script=WITHOUT_DROPOUT)
         at = self._cut(job, self._hosts[2])
         job.wait()
-        row = at | self._with_two(job)
+        row = self._with_two(job, at)
         self._hosts[2].mend()
         return row
 
@@ -177,10 +202,11 @@ class Cases:
         at = {"trained": ready, "at_step": job.step}
         launcher = self._hosts[2].started[0].pid
         for pid in (_rank(self._hosts[2]), launcher):
-            if pid is not None:
-                psutil.Process(pid).kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended already, which the row will show
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
         job.wait()
-        return at | self._with_two(job)
+        return self._with_two(job, at)
 
     def host_0_cut(self) -> dict[str, Any]:
         job = self._started("cut-0", launch=TWO_ARE_ENOUGH)
@@ -190,7 +216,10 @@ class Cases:
         seconds = round(time.monotonic() - began, 1)
         self._hosts[0].mend()
         row = at | job.row() | {"seconds_until_all_ended": seconds, "at_most_seconds": ENDS_SECONDS}
-        clear = all(any(" lost" in line for line in lines) for lines in row["said"].values())
+        clear = all(
+            any(" is lost: " in line for line in lines) and lines[-1].startswith("error: ")
+            for lines in row["said"].values()
+        )
         ended = ended and seconds <= ENDS_SECONDS and all(status == 1 for status in row["status"].values())
         row["as_promised"] = at["trained"] and ended and clear and not row["processes_left"]
         return row
@@ -207,7 +236,8 @@ class Cases:
             self._hosts[2].speed_up()
         named = [one["numbers"] for one in row["check"]["slow"] if one["kind"] == "machine"]
         before = [one for one in row["check_before"]["slow"] if one["kind"] == "machine" and one["what"] == "bandwidth"]
-        row["as_promised"] = row["as_promised"] and named == [[2]] and not before
+        alike = row["check"]["same_on_all_hosts"] and row["check_before"]["same_on_all_hosts"]
+        row["as_promised"] = row["as_promised"] and named == [[2]] and not before and alike
         return row
 
     # their parts
@@ -233,11 +263,9 @@ class Cases:
             job.launch(host, ("--check", "--json"), out=out[host.name])
         job.wait()
         row = job.row()
-        found = out["host0"].read_text()
-        row["slow"] = json.loads(found)["slow"] if found else []
-        row["between"] = json.loads(found)["between"] if found else None
-        row["same_on_all_hosts"] = len({one.read_text() for one in out.values()}) == 1
-        return row
+        texts = [one.read_text() for one in out.values()]
+        found = json.loads(texts[0]) if texts[0] else {"slow": [], "between": None}
+        return row | {"slow": found["slow"], "between": found["between"], "same_on_all_hosts": len(set(texts)) == 1}
 
     def _exact(self, job: Job, *, restarts: int) -> dict[str, Any]:
         """With three ranks to the end."""
@@ -249,17 +277,19 @@ class Cases:
         )
         return row
 
-    def _with_two(self, job: Job) -> dict[str, Any]:
-        """With three ranks, then with two."""
-        row = job.row()
+    def _with_two(self, job: Job, at: dict[str, Any], *, restarts: int = 1) -> dict[str, Any]:
+        """With three ranks, then with two for a while or to the end."""
+        row = at | job.row()
         three = self._reference(3, *WITHOUT_DROPOUT)
         row["difference"] = _difference(job.weights, three)
         row["difference_of_two_ranks"] = _difference(self._reference(2, *WITHOUT_DROPOUT), three)
         row["difference_of_one_rounding"] = _difference(self._reference(3, *WITHOUT_DROPOUT, "--one-ulp"), three)
         allowed = LARGEST_RATIO * max(row["difference_of_two_ranks"], row["difference_of_one_rounding"])
-        good = row["status"]["host0"] == row["status"]["host1"] == 0 and row["restarts"] == 1
-        resumed = any("2 ranks on host0, host1 start again" in line for line in row["said"]["host0"])
-        row["as_promised"] = good and resumed and row["difference"] <= allowed and not row["processes_left"]
+        good = row["status"]["host0"] == row["status"]["host1"] == 0 and row["restarts"] == restarts
+        with_two = any("2 ranks on host0, host1 start again" in line for line in row["said"]["host0"])
+        resumed = with_two and row["began_with_steps"][-1] > row["at_step"]
+        clean = not row["processes_left"] and not row["listened_elsewhere"]
+        row["as_promised"] = good and resumed and row["difference"] <= allowed and clean
         return row
 
     def _reference(self, ranks: int, *script: str) -> Path:
@@ -275,6 +305,18 @@ class Cases:
         return self._references[ranks, script]
 
 
+CASES: dict[str, Callable[[Cases], dict[str, Any]]] = {
+    "plain": Cases.plain,
+    "cut for 3 s": Cases.cut_for_3_s,
+    "cut for 30 s": Cases.cut_for_30_s,
+    "back later": Cases.back_later,
+    "cut for good": Cases.cut_for_good,
+    "killed": Cases.killed,
+    "host 0 cut": Cases.host_0_cut,
+    "slow link": Cases.slow_link,
+}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.parallel.hosts",
@@ -282,7 +324,9 @@ def main(words: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", help="some of them only: plain 'cut for 3 s'")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="some of them only"
+    )
     arguments = parser.parse_args(words)
     if (why := missing()) is not None:
         print(f"no simulated hosts: {why}", file=sys.stderr)
@@ -296,25 +340,24 @@ def main(words: Sequence[str] | None = None) -> int:
         "not_tested": ["latency"],
         "cases": {},
     }
-    with tempfile.TemporaryDirectory(prefix="flatout-hosts-") as folder, simulated_hosts(3) as hosts:
-        cases = Cases(hosts, Path(folder))
-        every: dict[str, Callable[[], dict[str, Any]]] = {
-            "plain": cases.plain,
-            "cut for 3 s": cases.cut_for_3_s,
-            "cut for 30 s": cases.cut_for_30_s,
-            "cut for good": cases.cut_for_good,
-            "killed": cases.killed,
-            "host 0 cut": cases.host_0_cut,
-            "slow link": cases.slow_link,
-        }
-        chosen = arguments.cases or list(every)
-        if unknown := [one for one in chosen if one not in every]:
-            parser.error(f"no case {unknown[0]!r}; there are {', '.join(every)}")
-        for name in chosen:
-            row = document["cases"][name] = every[name]()
-            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-            print(_line(name, row), flush=True)
+    try:
+        _write(arguments.out, document)
+        with tempfile.TemporaryDirectory(prefix="flatout-hosts-") as folder, simulated_hosts(3) as hosts:
+            cases = Cases(hosts, Path(folder))
+            for name in arguments.cases:
+                row = document["cases"][name] = CASES[name](cases)
+                _write(arguments.out, document)
+                print(_line(name, row), flush=True)
+    except (MachineError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0 if all(row["as_promised"] for row in document["cases"].values()) else 1
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _end(number: int, frame: object) -> None:
@@ -323,8 +366,7 @@ def _end(number: int, frame: object) -> None:
 
 def _said(log: Path) -> list[str]:
     """The launcher's own lines."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return [line for line in lines if "[flatout]" in line or line.startswith("flatout")]
+    return [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("[flatout]", "error: "))]
 
 
 def _rank(host: Host) -> int | None:

@@ -71,6 +71,7 @@ class Host:
                 stdout=lines,
                 stderr=errors,
                 env={**os.environ, **(environment or {})},
+                cwd=log.parent,
                 start_new_session=True,  # Ctrl-C is for the benchmark, which ends them
             )
         self.started.append(process)
@@ -108,19 +109,17 @@ class Host:
         """Kill what runs; how many processes that were."""
         found: set[int] = set()
         deadline = time.monotonic() + ENDS_SECONDS
-        while (left := self.pids()) and time.monotonic() < deadline:
+        while (left := self.pids() | self._unended()) and time.monotonic() < deadline:
             found |= left
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._reap()
             time.sleep(0.05)
-        self._reap()
         return len(found)
 
-    def _reap(self) -> None:
-        for process in self.started:
-            process.poll()
+    def _unended(self) -> set[int]:
+        """Of the commands, also those that are about to enter the namespace."""
+        return {process.pid for process in self.started if process.poll() is None}
 
 
 def missing() -> str | None:

@@ -133,10 +133,11 @@ def _counted_for_others(asked: str) -> RankCount:
 
 def _check(request: Launch, *, json: bool) -> int:
     from flatout.parallel.preflight import preflight
+    from flatout.report import launch_text
     from flatout.report.document import document, to_text
     from flatout.report.preflight_text import preflight_text
 
-    found = preflight(request)
+    found = preflight(request, tell=launch_text.tell)
     print(to_text(document("preflight", found.to_json())) if json else preflight_text(found))
     return 0
 

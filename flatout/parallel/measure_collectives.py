@@ -96,7 +96,7 @@ def measure(here: Ranks, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZ
         collectives=collectives,
         pairs=tuple(both[pair] for pair in sorted(both)),
         pairs_missing=missing,
-        seconds=timer.elapsed(),
+        seconds=timer.longest(),
     )
 
 
@@ -109,6 +109,10 @@ class _Timer:
 
     def elapsed(self) -> float:
         return time.perf_counter() - self._start
+
+    def longest(self) -> float:
+        """The same on all ranks."""
+        return self._agreed(self.elapsed())
 
     def products(self) -> tuple[list[float], int]:
         """(samples of a matrix product that all ranks compute at the same time, threads)."""

@@ -27,7 +27,8 @@ from flatout.decoding import decode
 from flatout.errors import MachineError
 from flatout.parallel.cluster import Link
 from flatout.parallel.launch_request import Launch
-from flatout.parallel.launching.launch import launch
+from flatout.parallel.launching.events import Tell
+from flatout.parallel.launching.launch import launch, say_nothing
 from flatout.parallel.measure_collectives import COLLECTIVES, SECONDS
 from flatout.parallel.rank_timings import Fit, PairTiming, Timings, fit
 from flatout.statistics import median, quantile
@@ -114,9 +115,11 @@ class Preflight:
         }
 
 
-def preflight(request: Launch, *, seconds: float = SECONDS) -> Preflight:
+def preflight(request: Launch, *, seconds: float = SECONDS, tell: Tell = say_nothing) -> Preflight:
     """Start the ranks that `request` asks for, and have them measure for about so many seconds instead of running its
     command. On several machines each of them calls it, and each gets the same figures.
+
+    tell: as that of `launch`, which says why a rank was killed or a machine was lost.
 
     Raises UsageError and MachineError as `launch` does, and MachineError where the ranks do not measure to the end.
     """
@@ -126,7 +129,8 @@ def preflight(request: Launch, *, seconds: float = SECONDS) -> Preflight:
         # -P: a json.py in the user's folder is not Python's.
         command = (sys.executable, "-P", "-m", MODULE, str(out), repr(float(seconds)))
         # Every machine is measured, once; none has a script to compare.
-        status = launch(replace(request, command=command, script=None, plan=None, min_nnodes=None, max_restarts=0))
+        ranks = replace(request, command=command, script=None, plan=None, min_nnodes=None, max_restarts=0)
+        status = launch(ranks, tell=tell)
         if status in _SIGNALLED:
             raise MachineError("the preflight was interrupted", limit="its ranks measure to the end")
         if status != 0 or not out.exists():

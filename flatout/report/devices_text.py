@@ -15,7 +15,8 @@ def sharing_lines(facts: Facts | None, settings: Settings) -> list[str]:
     ranks = f"{facts.ranks} ranks"
     lines = [
         f"{ranks} trained, each on its share of every batch ({facts.own_samples} of {facts.samples} samples); the loss "
-        "and other figures of training batches are those of rank 0's share"
+        "and other figures of training batches are those of rank 0's share, and so are sums over samples: one that is "
+        "divided by the size of the whole data set is too small"
     ]
     if settings.batch == "per-device":
         lines.append(

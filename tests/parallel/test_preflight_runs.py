@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from flatout.errors import MachineError, UsageError
 from flatout.parallel import preflight as module
 from flatout.parallel.launch_request import Launch
+from flatout.parallel.launching.events import Event, Killing, Tell
 from flatout.parallel.preflight import preflight
 from flatout.parallel.rank_timings import Timings
 from flatout.report.preflight_text import preflight_text
@@ -33,8 +36,9 @@ class Launched:
         self.status, self.written = status, written
         self.requests: list[Launch] = []
 
-    def __call__(self, request: Launch) -> int:
+    def __call__(self, request: Launch, *, tell: Tell) -> int:
         self.requests.append(request)
+        tell(Killing())
         if self.written is not None:
             Path(request.command[4]).write_text(json.dumps(self.written.to_json()))
         return self.status
@@ -43,7 +47,9 @@ class Launched:
 def test_the_ranks_of_the_job_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = Launched(0, timings(4))
     monkeypatch.setattr(module, "launch", launched)
-    assert preflight(JOB, seconds=3).timings == timings(4)
+    told: list[Event] = []
+    assert preflight(JOB, seconds=3, tell=told.append).timings == timings(4)
+    assert told == [Killing()]  # why a machine was lost is said
     request = launched.requests[0]
     assert request.command[:4] == (sys.executable, "-P", "-m", "flatout.parallel.measure_collectives")
     assert request.command[5] == "3.0"
@@ -85,3 +91,32 @@ def test_two_ranks_are_started_and_measured(monkeypatch: pytest.MonkeyPatch, tmp
     assert found.timings.backend == "gloo"
     assert all(len(one.sizes) >= 1 for one in found.timings.collectives)
     assert preflight_text(found).startswith("ranks           2 on 1 machine · cpu · gloo\n")
+
+
+ON_TWO_MACHINES = """
+import json, sys
+from flatout.parallel.launch_request import Launch
+from flatout.parallel.preflight import preflight
+here, port = map(int, sys.argv[1:])
+job = Launch(command=("x",), nnodes=2, node_rank=here, rendezvous=("127.0.0.1", port))
+print(json.dumps(preflight(job, seconds=0.5).to_json()))
+"""
+
+
+@pytest.mark.slow
+def test_machines_measure_together_and_find_the_same() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", ON_TWO_MACHINES]
+    both = [
+        subprocess.Popen([*command, str(number), str(port)], stdout=subprocess.PIPE, text=True) for number in (0, 1)
+    ]
+    try:
+        first, second = (json.loads(process.communicate()[0]) for process in both)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    assert first == second
+    assert [one["machine"] for one in first["timings"]["ranks"]] == [0, 1]

@@ -24,11 +24,11 @@ from flatout.parallel.launching.output import Output
 from flatout.parallel.launching.signals import Signals
 
 
-def _say_nothing(event: Event) -> None:
-    pass
+def say_nothing(event: Event) -> None:
+    """For those who do not want to be told."""
 
 
-def launch(request: Launch, *, tell: Callable[[Event], None] = _say_nothing, gpus: int | None = None) -> int:
+def launch(request: Launch, *, tell: Callable[[Event], None] = say_nothing, gpus: int | None = None) -> int:
     """Run the job, or this machine's part of it, to its end; what its ranks print is passed on to stdout and stderr.
 
     tell: called with what happens (flatout.report.launch_text has the words), between two lines of the ranks. gpus: how
