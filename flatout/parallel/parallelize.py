@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import PlanError, UsageError
 from flatout.machine.ranks import ranks
+from flatout.memory.fake_run import is_fake
+from flatout.parallel.alike import check_alike
 from flatout.parallel.strategy import Strategy
 from flatout.parallel.whole_tensors import CUTS, STAGES
 
@@ -38,6 +40,8 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
         return given or Strategy()
     if ranks().count == 1:
         return Strategy()
+    if not is_fake(next(model.parameters())):  # in a forecast there are no others
+        check_alike(model, plan)
     if plan.parallel == "tensor":
         from flatout.parallel.tensor.training import split_over_ranks
 

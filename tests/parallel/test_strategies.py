@@ -162,6 +162,36 @@ def test_parameters_that_a_rank_does_not_use_and_losses_that_sum(
             torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
 
 
+DIFFERENT = """
+from flatout import Plan, TrainStep
+from flatout.errors import UsageError
+kind = sys.argv[4]
+model = nn.Linear(3, 4 + rank if kind == "width" else 4)
+if kind == "frozen" and rank:
+    model.bias.requires_grad_(False)
+plan = Plan(parallel="ddp", micro_batches=2 + rank) if kind == "plan" else Plan(parallel="ddp")
+try:
+    TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, batch: model(batch).mean(), plan)
+except UsageError as error:
+    print(error)
+leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("width", "the ranks differ: on rank 0 weight has shape [4, 3] and dtype float32, on rank 1 weight has shape"),
+        ("frozen", "the ranks differ: on rank 0 bias is trained, on rank 1 bias is not trained"),
+        ("plan", "the ranks differ: on rank 0 micro_batches is 2, on rank 1 micro_batches is 3"),
+    ],
+)
+def test_ranks_with_different_models_or_plans_are_refused(run_ranks: RunRanks, kind: str, said: str) -> None:
+    for code, out, errors in run_ranks(DIFFERENT, 2, kind):
+        assert (code, errors) == (0, "")
+        assert out.startswith(said)
+
+
 IN_PLACE = """
 from flatout import Plan, TrainStep
 from flatout.errors import UsageError
