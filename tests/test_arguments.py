@@ -150,6 +150,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "compile": {"flag": True},
         },
     ),
+    "ranks": (lambda **given: flatout.ranks(**given), {"timeout_seconds": {"0": 0, "text": "5", "NaN": float("nan")}}),
     "TensorBoardLog": (
         lambda **given: flatout.TensorBoardLog(**({"folder": "logs"} | given)),
         {"folder": {"None": None, "number": 3}, "every": {"0": 0}},
@@ -355,6 +356,7 @@ RECORDS = {
     "Stream",
     "Trial",
     "TuneResult",
+    "Ranks",
 }
 """What others return, and nobody makes."""
 

@@ -64,19 +64,24 @@ def join(
 
     Raises ValueError, KeyError or TypeError if they do not belong together.
     """
-    decoder = _Decoder(tensors, read_parts(parts, dict(_spread_in(structure))))
+    spread = {name: whole for node in structure.values() for name, whole in _spread_in(node)}
+    decoder = _Decoder(tensors, read_parts(parts, spread))
     return {key: decoder.value(node) for key, node in structure.items()}
 
 
 def _spread_in(node: object) -> Iterator[tuple[str, tuple[list[int], str]]]:
     """(name, (shape, dtype)) of each tensor that is stored in parts."""
+    inside = node if isinstance(node, list) else []
     if isinstance(node, dict):
-        if isinstance(spread := node.get("spread"), list):
-            name, shape, dtype = spread
+        ((kind, content),) = node.items()
+        if kind == "spread":
+            name, shape, dtype = content
             yield name, (shape, dtype)
-        else:
-            node = list(node.values())
-    for one in node if isinstance(node, list) else ():
+        elif kind == "dict":
+            inside = list(content.values())
+        elif kind in _SEQUENCES or kind in _MAPPINGS:
+            inside = content
+    for one in inside:
         yield from _spread_in(one)
 
 

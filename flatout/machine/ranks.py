@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ def ranks(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
     import torch
     from torch import distributed
 
+    _check_timeout(timeout_seconds)
     if not distributed.is_available():
         return Ranks(rank=0, count=1, local_rank=0, device=_device(0))
     if not distributed.is_initialized():
@@ -75,6 +77,11 @@ def joined() -> bool:
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized()
+
+
+def _check_timeout(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"timeout_seconds is {value!r}", limit="it is a finite number above 0", remedy="pass 600")
 
 
 def _begin(timeout_seconds: float) -> None:

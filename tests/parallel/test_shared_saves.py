@@ -95,3 +95,10 @@ def test_damaged_parts_are_told(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert loaded.step == 0
     manifest = json.loads((loaded.checkpoint.folder / "manifest.json").read_text())
     assert manifest["flatout"]["schema"] == 2
+
+
+def test_a_key_of_the_users_is_not_taken_for_a_part(tmp_path: Path) -> None:
+    extra = {"spread": [1, 2], "dict": {"spread": [("a", 3)]}}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({"extra": extra}, step=1)
+    assert checkpoints.at(1).load() == {"extra": extra}

@@ -203,9 +203,7 @@ def test_memory_under_a_plan_that_saves_it_is_less() -> None:
 
 def of_ranks() -> flatout.TrainStep:
     step = step_of(mlp())
-    step.model = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    nn.Module.__init__(step.model)
-    step.model.process_group = type("Group", (), {"size": lambda self: 2})()
+    step.together = type("Group", (), {"size": lambda self: 2})()
     return step
 
 
@@ -226,7 +224,7 @@ def on_meta() -> flatout.TrainStep:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (of_ranks, r"the model is one of 2 ranks of DDP"),
+        (of_ranks, r"the model is trained by 2 ranks"),
         (compiled, r"the model is compiled already"),
         (evaluating, r"in evaluation mode; a step trains; call model\.train\(\) first"),
         (on_meta, r"the model is on 'meta'; memory is known on the CPU and on CUDA"),

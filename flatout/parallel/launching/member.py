@@ -164,7 +164,7 @@ def _unreachable(request: Launch, error: OSError, *, anew: bool) -> FlatoutError
         return MachineError(
             f"machine 0 ({request.address}) has gone, and did not come back {waited}",
             limit="it leads the job",
-            remedy="see why its launcher ended",
+            remedy="see what its launcher says, and whether the network between them is up",
         )
     if error.errno == errno.ECONNREFUSED:
         return MachineError(
