@@ -27,14 +27,24 @@ def is_first(group: ProcessGroup | None) -> bool:
     return group is None or group.rank() == 0
 
 
-def mean_over_ranks(value: Tensor | float, device: torch.device, group: ProcessGroup) -> Tensor:
-    """The mean of a number over all ranks, a tensor on `device`; does not wait for the device."""
-    import torch
-    from torch import distributed
+class MeanOverRanks:
+    """The mean of a number over all ranks, which are not waited for before it is needed: a rank that is ahead can begin
+    its forward pass meanwhile."""
 
-    total = torch.as_tensor(value, dtype=torch.float32, device=device).clone()
-    distributed.all_reduce(total, group=group)
-    return total / group.size()
+    def __init__(self, value: Tensor | float, device: torch.device, group: ProcessGroup) -> None:
+        import torch
+        from torch import distributed
+
+        share = torch.as_tensor(value, dtype=torch.float32, device=device) / group.size()
+        self.mean = share.clone()
+        """A tensor on `device`; not to be read before `wait`."""
+        self._sent = distributed.all_reduce(self.mean, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """On CUDA only the stream waits, not the host."""
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
 
 
 class SharedStep:

@@ -50,7 +50,7 @@ from flatout.train.loss import CountTerms, LossFn, own_metrics
 from flatout.train.loss_parts import LossParts, Number, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
-from flatout.train.ranks import SharedStep, largest_of_ranks, mean_over_ranks, raised_on_all_ranks
+from flatout.train.ranks import MeanOverRanks, SharedStep, largest_of_ranks, raised_on_all_ranks
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class TrainStep:
             self._losses = LossWatch()
         self._loss_checked = False
         self._mixes_samples: bool | None = None
-        self._mean_terms: Number | None = None
+        self._mean_terms: MeanOverRanks | None = None
         """The mean over the ranks of the terms in a step's batch, once it is known."""
         self._shared: SharedStep | None = None
         self._watched = contextlib.ExitStack()
@@ -371,10 +371,13 @@ class TrainStep:
         ranks = 1 if self.group is None or total is not None else self.group.size()
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
-            if sums.is_left_out(i) and not self._needs_all_ranks(last):
+            if not self._needs_all_ranks(last) and sums.is_left_out(i):
                 continue
             with contextlib.nullcontext() if last else self._without_reduction():
-                share = sums.share(i, part, self._loss(part))
+                returned = self._loss(part)
+                if self._mean_terms is not None:
+                    self._mean_terms.wait()
+                share = sums.share(i, part, returned)
                 self._update.scale(share if ranks == 1 else share * ranks).backward()
         if self._strategy.calls_are_collective and self.micro_batches > 1:
             self._take_part_in_others(parts)
@@ -419,12 +422,14 @@ class TrainStep:
         if self.group is None:
             return weights, sum(terms)
         if self._mean_terms is None:  # once a step, however often this rank starts its share of it again
-            self._mean_terms = mean_over_ranks(sum(terms), self.device, self.group)
-        return weights, self._mean_terms
+            self._mean_terms = MeanOverRanks(sum(terms), self.device, self.group)
+        if len(parts) > 1:  # a part without terms is left out, which is decided before its forward pass
+            self._mean_terms.wait()
+        return weights, self._mean_terms.mean
 
     def _needs_all_ranks(self, last: bool) -> bool:
         """Does this part take place even if it has no terms? The last one reduces the ranks' gradients."""
-        return self._strategy.calls_are_collective or (last and self._shared is not None)
+        return self._strategy.calls_are_collective or (last and self.group is not None)
 
     def _take_part_in_others(self, parts: Sequence[object]) -> None:
         """Call the model as often as the rank whose share has the most parts; with a loss of 0."""
