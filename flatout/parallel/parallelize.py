@@ -51,6 +51,12 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
 
         return in_stages(model, optimizer, plan)
     _check_batch_norms(model, plan)
+    if plan.gradient_compression == "bf16" and not all(one.is_cuda for one in model.parameters()):
+        raise PlanError(
+            "gradient_compression is 'bf16', and the model is on the CPU",
+            limit="torch sends bf16 gradients between GPUs",
+            remedy="use 'fp16', or drop it",
+        )
     if plan.batch_norm == "synced":
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.parallel == "fsdp":

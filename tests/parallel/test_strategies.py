@@ -214,3 +214,25 @@ def test_an_output_changed_in_place_is_refused_where_its_gradients_would_be_wron
     for code, said, errors in run_ranks(IN_PLACE, 2):
         assert (code, errors) == (0, "")
         assert said.startswith("loss_fn changed an output of the model in place; under fully_shard the gradients")
+
+
+COMPRESSED = """
+from flatout import Plan, TrainStep
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+plan = Plan(parallel="ddp", gradient_compression="fp16")
+optimizer = torch.optim.SGD(model.parameters(), 1.0)
+step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), plan)
+batch = torch.randn(4, 3) + rank
+step(batch)  # averaged in fp32: DDP begins with the second
+step(batch)
+print(all(torch.equal(one.grad, one.grad.half().float()) for one in model.parameters()))
+leave()
+"""
+
+
+def test_gradients_are_sent_in_16_bits_where_that_is_asked_for(run_ranks: RunRanks) -> None:
+    assert run_ranks(COMPRESSED, 2) == [(0, "True\n", "")] * 2
+    for code, _, errors in run_ranks(COMPRESSED.replace("fp16", "bf16"), 2):
+        assert code != 0
+        assert "gradient_compression is 'bf16', and the model is on the CPU; torch sends bf16 gradients" in errors
