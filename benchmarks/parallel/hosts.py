@@ -176,7 +176,7 @@ class Cases:
         at = self._cut(job, self._hosts[2])
         time.sleep(seconds)
         at["steps_while_cut"] = job.step - at["at_step"]
-        self._hosts[2].mend()
+        self._hosts[2].reconnect()
         job.wait()
         row = at | self._exact(job, restarts=restarts)
         # A save that was under way may have become whole just after the cut.
@@ -188,7 +188,7 @@ class Cases:
         job = self._started("back", launch=options, script=WITHOUT_DROPOUT, pause=0.5)
         at = self._cut(job, self._hosts[2])
         job.wait(lambda: len(job.first_steps) == 2)
-        self._hosts[2].mend()
+        self._hosts[2].reconnect()
         job.wait()
         row = self._with_two(job, at, restarts=2)
         row["as_promised"] &= row["status"]["host2"] == 0 and len(row["began_with_steps"]) == 3
@@ -199,7 +199,7 @@ class Cases:
         at = self._cut(job, self._hosts[2])
         job.wait()
         row = self._with_two(job, at)
-        self._hosts[2].mend()
+        self._hosts[2].reconnect()
         return row
 
     def killed(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Cases:
         began = time.monotonic()
         ended = job.wait()
         seconds = round(time.monotonic() - began, 1)
-        self._hosts[0].mend()
+        self._hosts[0].reconnect()
         row = at | job.row() | {"seconds_until_all_ended": seconds, "at_most_seconds": ENDS_SECONDS}
         clear = all(
             any(" is lost: " in line for line in lines) and lines[-1].startswith("error: ")

@@ -81,7 +81,7 @@ class Host:
         """Nothing arrives and nothing leaves: the cable is out of the switch."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "down")
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Undo `cut`."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "up")
 

@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from flatout.parallel.launch_request import Launch
     from flatout.parallel.launching.rank_count import RankCount
+    from flatout.script.entry import Target
 
 Kind = Literal["slurm", "kubernetes"]
 ANY_HOST = "machine-0:29500"
@@ -68,23 +69,13 @@ def launch(
     the script resumes from its checkpoints. Exit code: that of the first rank that failed, 128 + the signal's number if
     it was killed, 124 if ranks hang.
     """
-    from flatout.errors import UsageError
     from flatout.parallel.launch_request import Launch
     from flatout.parallel.launching.launch import launch as run_job
     from flatout.parallel.launching.rank_count import AUTO, count_ranks
     from flatout.report import launch_text
-    from flatout.script.entry import Target
     from flatout.units import parse_seconds
 
-    if json and not check:
-        raise UsageError("--json without --check", limit="otherwise the output is the ranks'")
-    if check and manifest is not None:
-        raise UsageError("--check and --manifest", limit="one measures, the other prints", remedy="use one of them")
-    if not target and not check:
-        raise UsageError("no script was given", remedy="for example: flatout launch train.py --its-own-options")
-    script = None if check and not target else Target.from_command(target or [])
-    if script is not None and manifest is None:  # other machines will run that of a manifest
-        script.check_exists()
+    script = _script(target, check=check, manifest=manifest, json=json)
     counted = count_ranks(nproc_per_node) if manifest is None else _counted_for_others(nproc_per_node)
     if manifest is not None and rendezvous is None and nnodes > 1:
         rendezvous = ANY_HOST  # the scheduler knows the machines
@@ -105,15 +96,38 @@ def launch(
         plan=plan if manifest is not None else _plan_file(plan),
     )
     if manifest is not None:
-        from flatout.parallel.manifests import manifest as manifest_of
-
-        sys.stdout.write(manifest_of(manifest, request, tuple(target or ())))
-        return 0
+        return _print_manifest(manifest, request, tuple(target or ()))
     if nproc_per_node == AUTO and not counted.gpus and not quiet:
         launch_text.tell_count(counted)
     if check:
         return _check(request, json=json)
     return run_job(request, tell=launch_text.tell, gpus=counted.gpus)
+
+
+def _script(target: list[str] | None, *, check: bool, manifest: Kind | None, json: bool) -> Target | None:
+    """The script that ranks run; None where they only measure. UsageError for options that contradict each other."""
+    from flatout.errors import UsageError
+    from flatout.script.entry import Target
+
+    if json and not check:
+        raise UsageError("--json without --check", limit="otherwise the output is the ranks'")
+    if check and manifest is not None:
+        raise UsageError("--check and --manifest", limit="one measures, the other prints", remedy="use one of them")
+    if not target and not check:
+        raise UsageError("no script was given", remedy="for example: flatout launch train.py --its-own-options")
+    if not target:
+        return None
+    script = Target.from_command(target)
+    if manifest is None:  # other machines will run that of a manifest
+        script.check_exists()
+    return script
+
+
+def _print_manifest(kind: Kind, request: Launch, command: tuple[str, ...]) -> int:
+    from flatout.parallel.manifests import manifest
+
+    sys.stdout.write(manifest(kind, request, command))
+    return 0
 
 
 def _counted_for_others(asked: str) -> RankCount:

@@ -141,7 +141,7 @@ class LazyScores(torch.Tensor):
         kwargs: Keywords | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func in _ABOUT:
+        if func in ABOUT:
             with without_subclass_torch_function():
                 return func(*args, **kwargs)
         if func in _LOSSES:
@@ -510,14 +510,14 @@ _LOSSES: dict[object, Callable[..., Tensor | None]] = {
     functional.cross_entropy: _cross_entropy,
     functional.nll_loss: _negative_log_likelihood,
 }
-_ABOUT = {
+ABOUT = {
     *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),
     *(getattr(_T, name).__get__ for name in ("is_leaf", "grad_fn", "is_sparse", "is_meta", "itemsize", "nbytes")),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.__len__, _T.element_size),
     *(_T.is_floating_point, _T.is_complex, _T.get_device, torch.is_floating_point, torch.is_complex),
     *(torch.numel,),
 }
-"""Attributes that LazyScores have without computing anything."""
+"""What is asked of a tensor without its values: LazyScores have it without computing anything."""
 
 
 def _formed_in(values: T, by: str) -> T:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -130,3 +131,30 @@ def _backend_is_gloo() -> bool:
     from torch import distributed
 
     return distributed.get_backend() == "gloo"
+
+
+@contextlib.contextmanager
+def pretended_ranks(count: int) -> Iterator[None]:
+    """This process as rank 0 of `count`, until the context ends: collectives return at once and move nothing, so that on
+    fake tensors a step runs as one rank of many would run it. 1: nothing is pretended.
+
+    Raises UsageError in a process that is one of several ranks already.
+    """
+    if count == 1:
+        yield
+        return
+    from torch import distributed
+
+    from flatout.torch_private.ranks import pretended_store
+
+    if distributed.is_initialized():
+        raise UsageError(
+            "this process is one of several ranks",
+            limit="others are pretended in a process that is alone",
+            remedy="forecast in a script that is not launched",
+        )
+    distributed.init_process_group("fake", rank=0, world_size=count, store=pretended_store())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import PlanError, UsageError
 from flatout.machine.ranks import ranks
-from flatout.memory.fake_run import is_fake
 from flatout.parallel.alike import check_alike
 from flatout.parallel.strategy import Strategy
 from flatout.parallel.whole_tensors import CUTS, STAGES
@@ -40,6 +39,8 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
         return given or Strategy()
     if ranks().count == 1:
         return Strategy()
+    from flatout.memory.fake_run import is_fake  # here: it takes a second to import
+
     if not is_fake(next(model.parameters())):  # in a forecast there are no others
         check_alike(model, plan)
     if plan.parallel == "tensor":

@@ -37,6 +37,7 @@ class ShardedUpdates:
         self._group, self._optimizer = group, optimizer
         self._rank, self._count = group.rank(), group.size()
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._owners: list[int] = []
         self._drop_others()
         self._handles = [
             optimizer.register_step_pre_hook(self._hide),
@@ -49,10 +50,13 @@ class ShardedUpdates:
         """Of each parameter, in the optimizer's order, the rank that updates it: the largest first, each to the rank
         that has least so far. The same on all ranks, whatever trained before."""
         parameters = parameters_of(self._optimizer)
+        if len(parameters) == len(self._owners):  # they only grow, by add_param_group
+            return self._owners
         load, owner = [0] * self._count, [0] * len(parameters)
         for number in sorted(range(len(parameters)), key=lambda one: (-parameters[one].numel(), one)):
             rank = min(range(self._count), key=lambda one: (load[one], one))
             owner[number], load[rank] = rank, load[rank] + parameters[number].numel()
+        self._owners = owner
         return owner
 
     def close(self) -> None:

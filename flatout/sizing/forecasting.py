@@ -19,8 +19,8 @@ from flatout.generators import generators_kept
 from flatout.levers.activation_offload import PretendedHost, offloading_to
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.model_call import set_call
+from flatout.machine.ranks import pretended_ranks
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
-from flatout.parallel.pretended_ranks import pretended_ranks
 from flatout.plan import Plan
 from flatout.sizing.target import find_target
 from flatout.sizing.training import (

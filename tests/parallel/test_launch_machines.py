@@ -244,17 +244,17 @@ def test_whoever_says_something_else_is_cut_off(said: bytes) -> None:
 def test_the_gate_lets_in_only_who_says_hello() -> None:
     gate = Gate(addresses.listening("127.0.0.1", 0))
     where = gate._listener.getsockname()
-    stranger, guest = socket.create_connection(where), Connection(socket.create_connection(where))
-    stranger.sendall(b"SSH-2.0\r\n")
+    other_program, guest = socket.create_connection(where), Connection(socket.create_connection(where))
+    other_program.sendall(b"SSH-2.0\r\n")
     guest.send(Hello(facts=FACTS, identity="x", node_rank=1, asked="2 machines"))
     found: list[tuple[machines.RemoteMachine, str]] = []
     while not found:
         found = gate.arrivals()
     ((machine, asked),) = found
     assert (machine.facts, machine.node_rank, asked) == (FACTS, 1, "2 machines")
-    while stranger.recv(1):
+    while other_program.recv(1):
         gate.arrivals()
-    for one in (gate, guest, machine.connection, stranger):
+    for one in (gate, guest, machine.connection, other_program):
         one.close()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
 
+from flatout.levers.lazy_scores import ABOUT
 from flatout.parallel.tensor.exchange import gathered
 from flatout.parallel.tensor.parts import Cut
 from flatout.torch_private.dispatch import tree_map_only, without_subclass_torch_function
@@ -78,7 +79,7 @@ class SplitScores(torch.Tensor):
         cls, func: Operation, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _ABOUT:
+        if func in ABOUT:
             with without_subclass_torch_function():
                 return func(*args, **kwargs)
         own = args[0] if args else kwargs.get("input")
@@ -215,10 +216,3 @@ _T = torch.Tensor
 _MOVES = {
     *(_T.__getitem__, _T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.float, _T.contiguous),
 }
-_ABOUT = {
-    *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),
-    *(getattr(_T, name).__get__ for name in ("is_leaf", "grad_fn", "is_sparse", "is_meta", "itemsize", "nbytes")),
-    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.__len__, _T.element_size),
-    *(_T.is_floating_point, _T.is_complex, _T.get_device, torch.is_floating_point, torch.is_complex, torch.numel),
-}
-"""Attributes that they have without being gathered."""
