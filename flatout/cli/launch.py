@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 Kind = Literal["slurm", "kubernetes"]
 ANY_HOST = "machine-0:29500"
+LeastMachines = Annotated[
+    int | None, typer.Option(metavar="N", help="With how many the job goes on after it has lost others.")
+]
+MachineNumber = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Which machine this is; default: 0 is the one with HOST, the others follow."),
+]
 
 
 def launch(
@@ -23,13 +30,8 @@ def launch(
         str, typer.Option(metavar="N", help="Ranks on each machine; auto: one for each GPU, or one without any.")
     ] = "auto",
     nnodes: Annotated[int, typer.Option(metavar="N", help="Machines.")] = 1,
-    min_nnodes: Annotated[
-        int | None, typer.Option(metavar="N", help="With how many the job goes on after it has lost others.")
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Which machine this is; default: 0 is the one with HOST, the others follow."),
-    ] = None,
+    min_nnodes: LeastMachines = None,
+    node_rank: MachineNumber = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens for the others.")
     ] = None,

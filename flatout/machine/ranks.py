@@ -135,8 +135,8 @@ def _backend_is_gloo() -> bool:
 
 @contextlib.contextmanager
 def pretended_ranks(count: int) -> Iterator[None]:
-    """This process as rank 0 of `count`, until the context ends: collectives return at once and move nothing, so that on
-    fake tensors a step runs as one rank of many would run it. 1: nothing is pretended.
+    """This process as rank 0 of `count`, until the context ends: collectives return at once and move nothing, so that
+    on fake tensors a step runs as one rank of many would run it. 1: nothing is pretended.
 
     Raises UsageError in a process that is one of several ranks already.
     """
