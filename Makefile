@@ -33,7 +33,7 @@ FAKEGPU ?=
 $(CUDA_VENV)/bin/python:
 	"$$(scripts/install --check)" -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip install --quiet torch==2.15.0
-	grep -v '^torch==' constraints.txt > $(CUDA_VENV)/constraints.txt
+	grep -vE '^(torch|triton)==' constraints.txt > $(CUDA_VENV)/constraints.txt
 	$(CUDA_VENV)/bin/python -m pip install --quiet -c $(CUDA_VENV)/constraints.txt -e '.[dev]'
 
 $(STAND_IN)/libhost_executor.so: $(CUDA_VENV)/bin/python tests/gpu/stand_in/build $(wildcard tests/gpu/stand_in/*.cpp)
