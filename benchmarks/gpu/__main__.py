@@ -14,7 +14,10 @@ these two.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +34,7 @@ PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-rfE", "-p", "no:benchmark")
 """pytest-benchmark, where it is installed, warns beside pytest-xdist, and warnings are errors here."""
 LAST_LINES = 40
+GRACE_SECONDS = 10.0
 GPT = ("examples/char_lm.py", "--width", "512", "--layers", "8", "--heads", "8", "--block-size", "256")
 
 
@@ -57,7 +61,7 @@ def tuned(name: str, *script: str, budget: int = 60) -> Stage:
 STAGES = (
     Stage(
         name="tests",
-        command=(*PYTEST, "tests/gpu", "tests/kernels/test_score_gradients.py"),
+        command=(*PYTEST, "-n", "4", "tests/gpu", "tests/kernels/test_score_gradients.py"),
         limit_seconds=240,
         alone=False,
     ),
@@ -70,7 +74,7 @@ STAGES = (
     ),
     Stage(
         name="bench",
-        command=(PYTHON, "-m", "flatout", "bench", "--budget", "45s", "--rounds", "8", "--out", "{folder}/bench.json"),
+        command=(PYTHON, "-m", "flatout", "bench", "--quick", "--budget", "30s", "--out", "{folder}/bench.json"),
         limit_seconds=400,
         document="bench.json",
     ),
@@ -97,6 +101,15 @@ STAGES = (
         ),
         limit_seconds=180,
         document="linear_cross_entropy.json",
+    ),
+    Stage(
+        name="steps",
+        command=(
+            *(PYTHON, "-m", "benchmarks.whatif.measured", "--seconds", "0.5", "--operator-seconds", "0.02"),
+            *("--out", "{folder}/steps.json"),
+        ),
+        limit_seconds=180,
+        document="steps.json",
     ),
     Stage(
         name="profile",
@@ -202,12 +215,14 @@ def _run(stage: Stage, folder: Path) -> Result:
         (folder / stage.document).parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
         try:
-            code = subprocess.run(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=stage.limit_seconds
-            ).returncode
+            code: int | None = process.wait(stage.limit_seconds)
         except subprocess.TimeoutExpired:
             code = None
+            _end(process)
     seconds = time.perf_counter() - began
     lines = log.read_text(errors="replace").splitlines()
     result = Result(
@@ -221,6 +236,16 @@ def _run(stage: Stage, folder: Path) -> Result:
     ended = "stopped at its limit" if code is None else f"exit code {code}"
     print(f"{stage.name}: {ended} after {seconds:.0f} s", flush=True)
     return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C first: then it saves what it has measured."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _figures(stage: Stage, folder: Path) -> Any:

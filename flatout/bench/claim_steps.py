@@ -30,7 +30,7 @@ def _image_batch(setup: Setup) -> Batch:
 
 
 def _large_images(setup: Setup) -> Batch:
-    count, size = (2, 64) if setup.quick else (8, 224)
+    count, size = (2, 64) if setup.reduced else (8, 224)
     return torch.randn(count, 3, size, size), torch.randint(0, 1000, (count,))
 
 

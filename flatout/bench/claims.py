@@ -271,21 +271,28 @@ CLAIMS = (
     ),
 )
 
+NOT_REACHED = "not measured: the bench was interrupted before it"
 Progress = Callable[[str], None]
 
 
 def measure_claims(claims: Sequence[Claim], setup: Setup, seconds: float, progress: Progress) -> ClaimsResult:
     """Measure each claim in a process of its own, `seconds` for each of its cases; claims that are measured alike share
-    it. `progress` is called with what is being done."""
+    it. `progress` is called with what is being done. Ctrl-C ends it early, with what was measured until then."""
     load = LoadWatch()
     machine = machine_with_ceilings(progress)
     cases: dict[object, Sequence[Case] | str] = {}
     results = []
+    interrupted = False
     for number, claim in enumerate(claims, start=1):
         reason = _why_not(claim)
         if not reason and claim.measure not in cases:
-            progress(f"claim {number} of {len(claims)}: {claim.says}")
-            cases[claim.measure] = _measured(claim, setup, seconds)
+            if not interrupted:
+                progress(f"claim {number} of {len(claims)}: {claim.says}")
+            try:
+                cases[claim.measure] = NOT_REACHED if interrupted else _measured(claim, setup, seconds)
+            except KeyboardInterrupt:  # what was measured is kept
+                interrupted = True
+                cases[claim.measure] = NOT_REACHED
         found = reason or cases[claim.measure]
         results.append(_result(claim, found))
     seen = load.read()

@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def sentence_count(setup: Setup) -> int:
     """A GPU has several batches in a turn, so that waiting for its end does not count."""
-    return 8 if setup.quick else 8 * BATCH if setup.device == "cuda" else BATCH
+    return 8 if setup.reduced else 8 * BATCH if setup.device == "cuda" else BATCH
 
 
 def sentences(setup: Setup) -> list[Tensor]:
@@ -142,7 +142,7 @@ def _encoder_grid(setup: Setup) -> Sequence[Settings]:
 
 
 def new_tokens(setup: Setup) -> int:
-    return 16 if setup.quick else 64
+    return 16 if setup.reduced else 64
 
 
 def text_without_cache(setup: Setup, settings: Settings) -> Prepared:

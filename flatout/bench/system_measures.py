@@ -122,7 +122,7 @@ def _on_both(name: str, setup: Setup, seconds: float) -> Case:
 
 def resnet_rate(setup: Setup, seconds: float) -> Sequence[Case]:
     """Batch 64 with AMP."""
-    count = 4 if setup.quick else 64
+    count = 4 if setup.reduced else 64
     training = Training(
         model=RESNET.model, batch=lambda setup: (torch.randn(count, 3, 224, 224), torch.randint(0, 1000, (count,)))
     )

@@ -60,10 +60,14 @@ class Effort:
 
 
 def measure_table(workloads: Sequence[Workload], setup: Setup, effort: Effort, progress: Progress) -> BenchResult:
-    """One result for each workload. `progress` is called with what is being done."""
+    """One result for each workload. `progress` is called with what is being done. Ctrl-C ends it early, with the
+    workloads that were measured until then."""
     load = LoadWatch()
     machine = machine_with_ceilings(progress)
-    results = [_Run(workload, setup, effort, progress).measure() for workload in workloads]
+    results: list[WorkloadResult] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for workload in workloads:
+            results.append(_Run(workload, setup, effort, progress).measure())
     seen = load.read()
     return BenchResult(
         machine=machine,

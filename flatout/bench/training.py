@@ -188,11 +188,11 @@ def _tuned(training: Training) -> Contender:
 
 def _image_count(setup: Setup) -> int:
     """On a GPU as many as the guides take."""
-    return 4 if setup.quick else 64 if setup.device == "cuda" else 16
+    return 4 if setup.reduced else 64 if setup.device == "cuda" else 16
 
 
 def _image_size(setup: Setup) -> int:
-    return 112 if setup.quick else 224
+    return 112 if setup.reduced else 224
 
 
 def _images(setup: Setup) -> Batch:
@@ -201,7 +201,7 @@ def _images(setup: Setup) -> Batch:
 
 
 def _text_shape(setup: Setup) -> tuple[int, int]:
-    return (1, 128) if setup.quick else (8, 1024) if setup.device == "cuda" else (4, 256)
+    return (1, 128) if setup.reduced else (8, 1024) if setup.device == "cuda" else (4, 256)
 
 
 def _text(setup: Setup) -> Batch:
@@ -211,7 +211,7 @@ def _text(setup: Setup) -> Batch:
 
 
 def _masked_shape(setup: Setup) -> tuple[int, int]:
-    return (2, 128) if setup.quick else (32, 128) if setup.device == "cuda" else (8, 128)
+    return (2, 128) if setup.reduced else (32, 128) if setup.device == "cuda" else (8, 128)
 
 
 def _masked(setup: Setup) -> Batch:

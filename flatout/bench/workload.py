@@ -25,7 +25,12 @@ class Setup:
     device: str
     """"cpu" or "cuda"."""
     quick: bool = False
-    """Smaller batches, so that the whole bench takes minutes."""
+    """Fewer settings and shorter turns, so that the whole bench takes minutes."""
+
+    @property
+    def reduced(self) -> bool:
+        """Are batches smaller than the guides'? A GPU is fast enough for theirs."""
+        return self.quick and self.device == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)

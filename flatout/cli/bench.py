@@ -36,7 +36,7 @@ def bench(
         typer.Option(metavar="NAMES", help="Only these workloads or claims: names, or how they begin, with commas."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller batches, fewer rounds and settings: the table in minutes.")
+        bool, typer.Option("--quick", help="Fewer rounds and settings, on a CPU smaller batches: the table in minutes.")
     ] = False,
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Turns of each contender; default: 12.")] = None,
     budget: Annotated[

@@ -96,8 +96,15 @@ def _begin(timeout_seconds: float) -> None:
     try:
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
+        said = describe_error(error)
+        if "NCCL" in said:
+            raise MachineError(
+                f"NCCL did not start: {said}",
+                limit="ranks with GPUs send to each other by it",
+                remedy="find what fails on this machine: NCCL_DEBUG=INFO flatout launch --check",
+            ) from error
         raise MachineError(
-            f"the ranks did not find each other: {describe_error(error)}",
+            f"the ranks did not find each other: {said}",
             limit="each connects to MASTER_ADDR and MASTER_PORT",
             remedy="start them with: flatout launch train.py",
         ) from error

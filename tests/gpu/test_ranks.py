@@ -1,0 +1,123 @@
+"""Ranks that train on a GPU against the same training without ranks: one over NCCL, and two that share a GPU over gloo.
+
+NCCL refuses two ranks on one GPU, and does not start under the stand-in; gloo moves CUDA tensors as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+NCCL = distributed.is_available() and distributed.is_nccl_available() and "STAND_IN" not in os.environ
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and distributed.is_available()), reason="needs a CUDA GPU and torch.distributed"
+)
+
+TRAINING = """
+import json, sys
+import torch
+import flatout
+from torch.nn.functional import cross_entropy
+
+strategy, precision, backend = sys.argv[1:]
+if backend:
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group(backend)
+here = flatout.ranks()
+torch.manual_seed(0)
+config = flatout.models.GPT2Config(
+    vocab_size=64, max_tokens=16, width=32, heads=4, layers=2,
+    dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0,
+)
+model = flatout.models.GPT2(config).to(here.device)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1)).to(here.device)
+mine = tokens.chunk(here.count)[here.rank]
+
+def loss(model, batch):
+    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+plan = flatout.Plan(parallel=None if strategy == "none" else strategy, precision=precision or None)
+step = flatout.TrainStep(model, optimizer, loss, plan)
+losses = []
+for _ in range(4):
+    value = step(mine).detach().clone()
+    if here.count > 1:
+        torch.distributed.all_reduce(value)
+    losses.append(float(value) / here.count)
+backend = str(torch.distributed.get_backend(step.group)) if step.group else None
+if here.rank == 0:
+    print(json.dumps({"losses": losses, "device": str(here.device), "count": here.count, "backend": backend}))
+"""
+
+
+def script(folder: Path) -> str:
+    path = folder / "training.py"
+    path.write_text(TRAINING)
+    return str(path)
+
+
+def found_in(text: str) -> dict[str, object]:
+    line = next(one for one in text.splitlines() if "losses" in one)
+    found: dict[str, object] = json.loads(line[line.index("{") :])
+    return found
+
+
+def trained(folder: Path, strategy: str, precision: str, *launcher: str) -> dict[str, object]:
+    command = [sys.executable, *launcher, script(folder), strategy, precision, ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return found_in(done.stdout)
+
+
+def trained_by_two(folder: Path, strategy: str, precision: str) -> dict[str, object]:
+    """As on two machines with a GPU each, which are this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    command = [sys.executable, script(folder), strategy, precision, "cpu:gloo,cuda:gloo"]
+    both = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [one.communicate(timeout=240)[0] for one in both]
+    finally:
+        for one in both:
+            one.kill()
+    assert [one.returncode for one in both] == [0, 0], "\n".join(texts)
+    return found_in(texts[0])
+
+
+@pytest.mark.skipif(not NCCL, reason="needs NCCL")
+@pytest.mark.parametrize("precision", ["", "bf16"])
+def test_one_rank_over_nccl(tmp_path: Path, precision: str) -> None:
+    expected = trained(tmp_path, "none", precision)
+    for strategy in ("ddp", "zero1", "fsdp"):
+        found = trained(tmp_path, strategy, precision, "-m", "flatout", "launch", "--nproc-per-node", "1")
+        assert (found["device"], found["count"]) == ("cuda:0", 1)
+        assert "nccl" in str(found["backend"])
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=2e-2 if precision else 1e-4, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_two_ranks_that_share_a_gpu(tmp_path: Path, strategy: str) -> None:
+    expected = trained(tmp_path, "none", "")
+    found = trained_by_two(tmp_path, strategy, "")
+    assert (found["device"], found["count"]) == ("cuda:0", 2)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
