@@ -134,7 +134,7 @@ def passes(device: str, largest: int) -> list[tuple[str, Call]]:
                 "layer_norm": lambda one=one: functional.layer_norm(one, (256,)),
                 "sum": lambda one=one: one.sum(),
                 "column_sum": lambda one=one: one.sum(0),
-                "to": lambda one=one, other=_other(dtype): one.to(other),
+                "to": lambda one=one: one.to(_other(one.dtype)),
             }
             found += [(f"{name} {kind} {2**exponent}", call) for name, call in calls.items()]
     return found

@@ -124,9 +124,7 @@ WORKLOADS = (
         small=True,
     ),
     Workload(name="bert-base", make=lambda: _bert(), batch=_tokens(30522, 128), samples=32),
-    Workload(
-        name="seq-classifier", make=_lstm, batch=_labelled_tokens(5000, 100), samples=64, small=True
-    ),
+    Workload(name="seq-classifier", make=_lstm, batch=_labelled_tokens(5000, 100), samples=64, small=True),
     Workload(
         name="transformer-lm",
         make=lambda: models.TransformerLM(

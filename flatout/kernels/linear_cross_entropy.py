@@ -2,7 +2,8 @@
 
 A language model's scores, [positions, vocabulary], are often the largest tensor of a step, and torch keeps three of
 them: scores, their log-softmax and its gradient. Here a chunk of rows at a time is scored, turned into loss and into
-gradients, and forgotten. The gradients are computed with the loss, so the backward pass only scales them.
+gradients, and forgotten. The gradients are computed with the loss, so the backward pass only scales them. In half
+precision on a GPU, class_chunks does it otherwise.
 
 It saves memory. Time it saves where those large tensors would go through slow memory; on the CPUs that it was measured
 on it costs about as much as torch's own way.
@@ -24,9 +25,9 @@ from flatout.errors import UsageError
 from flatout.torch_private.dispatch import keeps_graph
 
 Reduction = Literal["mean", "sum"]
-CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 32 * 1024**2, 64 * 1024**2
-"""Of scores: small beside a step, large enough for products at full speed. On a GPU each chunk also costs a pass over
-the gradient of the weights, so there are fewer."""
+CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 32 * 1024**2, 100 * 1024**2
+"""Of scores: small beside a step, large enough for products at full speed. On a GPU each chunk also costs launches, and
+a pass over gradients or scores that are computed again, so there are fewer."""
 TILE = 128
 """Rows that a GPU's products compute together; a chunk of so many, or a multiple, leaves none of them half empty."""
 MOST_COUNTED = 0.9
@@ -55,11 +56,13 @@ def linear_cross_entropy(
     is NaN, with gradients of zero; on a CPU their scores are not computed. `classes`: only so many rows of the weight,
     the first, are classes; the others pad it to a convenient size and get gradients of zero.
 
-    Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 64 MiB), and forgotten. For
+    Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 100 MiB), and forgotten. For
     the backward pass only the gradients are kept, which are computed with the loss: as large as hidden, weight and
-    bias. Where a CPU with matrix units (AMX) computes scores in bf16, none are held; copies of hidden and sums of its
-    gradient are, for each thread, and stay for the next call. The result is torch's but for the order of summation.
-    Under autocast the products are in its dtype, the rest is in fp32. It cannot be differentiated twice.
+    bias. On an NVIDIA GPU, in half precision, a chunk has some classes of all rows instead, and the backward pass
+    computes gradients, from scores computed again. Where a CPU with matrix units (AMX) computes scores in bf16, none
+    are held; copies of hidden and sums of its gradient are, for each thread, and stay for the next call. The result is
+    torch's but for the order of summation. Under autocast the products are in its dtype, the rest is in fp32. It cannot
+    be differentiated twice.
 
         loss = flatout.linear_cross_entropy(hidden, model.head.weight, targets, model.head.bias)
 
@@ -70,13 +73,19 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, bias, reduction)
     _check_classes(classes, len(weight))
-    if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES_ON_GPU if hidden.is_cuda else CHUNK_BYTES
     _check_numbers(label_smoothing, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
-    return apply(rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes, classes)
+    if _by_classes(hidden, dtype):
+        from flatout.kernels.class_chunks import LossByClasses  # which imports Triton when it runs
+
+        apply = LossByClasses.apply
+    elif chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES_ON_GPU if hidden.is_cuda else CHUNK_BYTES
+    return apply(rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes, classes, dtype)
 
 
 class _Context(Protocol):
@@ -104,9 +113,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduction: Reduction,
         chunk_bytes: int,
         classes: int | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         context.rows = len(hidden)
         counted = _counted_rows(targets, ignore_index)
@@ -141,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if counted is not None:
                 parts[0] = parts[0].new_zeros(context.rows, parts[0].shape[1]).index_copy_(0, counted, parts[0])
         typed = [None if one is None else one.to(dtype) for one, dtype in zip(parts, context.dtypes, strict=True)]
-        return (*typed, None, None, None, None, None, None)
+        return (*typed, *[None] * 7)
 
 
 def _counted_rows(targets: Tensor, ignored: int) -> Tensor | None:
@@ -221,8 +230,11 @@ class _Terms:
         return of_hidden, of_weight, of_bias
 
     def _parts(self, chunk_bytes: int, row_bytes: int, tile: int = 1) -> list[slice]:
-        rows = max(1, chunk_bytes // row_bytes)
-        rows -= rows % tile if rows > tile else 0
+        most = max(1, chunk_bytes // row_bytes)
+        most -= most % tile if most > tile else 0
+        count = -(-len(self.hidden) // most)
+        rows = -(-len(self.hidden) // max(1, count))  # equally many, in whole tiles
+        rows = max(1, min(most, -(-rows // tile) * tile))
         return [slice(start, start + rows) for start in range(0, len(self.hidden), rows)]
 
     def _chunks(self, chunk_bytes: int, scale: Tensor, *, gradient: bool) -> Iterator[tuple[slice, Tensor]]:
@@ -279,6 +291,12 @@ def _in_one_launch(hidden: Tensor) -> bool:
     code fuses the operations by itself."""
     known = hidden.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return hidden.is_cuda and known and not torch.compiler.is_compiling() and _has_triton()
+
+
+def _by_classes(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a chunk has some classes of all rows: in half precision on an NVIDIA GPU."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and torch.version.hip is None and _in_one_launch(hidden)
 
 
 def _on_matrix_units(hidden: Tensor, weight: Tensor) -> bool:
@@ -346,9 +364,11 @@ def _check_classes(classes: int | None, rows: int) -> None:
         raise UsageError(f"classes is {classes!r}", limit=f"it is a whole number from 1 to the {rows} rows of weight")
 
 
-def _check_numbers(label_smoothing: float, chunk_bytes: int) -> None:
+def _check_numbers(label_smoothing: float, chunk_bytes: int | None) -> None:
     number = isinstance(label_smoothing, int | float)
     if not number or not 0 <= label_smoothing <= 1:
         raise UsageError(f"label_smoothing is {label_smoothing!r}", limit="it is a number from 0 to 1")
+    if chunk_bytes is None:
+        return
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise UsageError(f"chunk_bytes is {chunk_bytes!r}", limit="it must be a whole number of at least 1")

@@ -50,10 +50,10 @@ step = flatout.TrainStep(model, optimizer, loss, plan)
 losses = []
 for _ in range(4):
     value = step(mine).detach().clone()
-    if here.count > 1:
+    if torch.distributed.is_initialized():
         torch.distributed.all_reduce(value)
     losses.append(float(value) / here.count)
-backend = str(torch.distributed.get_backend(step.group)) if step.group else None
+backend = str(torch.distributed.get_backend()) if torch.distributed.is_initialized() else None
 if here.rank == 0:
     print(json.dumps({"losses": losses, "device": str(here.device), "count": here.count, "backend": backend}))
 """

@@ -30,7 +30,8 @@ here = pytest.mark.skipif(
 @pytest.mark.skipif(not TRITON or INTERPRETED, reason="needs Triton, and is what runs the others in its interpreter")
 def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run(command, env={**outside, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
 
@@ -41,6 +42,7 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from flatout.kernels import score_gradients as kernel
 
     monkeypatch.setattr(kernel, "BLOCK", 16)
+    monkeypatch.setattr(kernel, "COLUMNS", 8)
     if INTERPRETED:
         monkeypatch.setattr(module, "_in_one_launch", lambda hidden: hidden.dtype != torch.float64)
 
@@ -135,6 +137,86 @@ def test_half_precision_is_no_further_off_than_torch(dtype: torch.dtype) -> None
     }
     for ours_off, torch_off in zip(errors[ours], errors[plain], strict=True):
         assert ours_off <= 1.5 * torch_off + 1e-4
+
+
+@here
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("rows", [1, 23])
+@pytest.mark.parametrize("classes", [1, 8, 16, 37])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_by_classes_in_chunks_of_all_sizes(rows: int, classes: int, smoothing: float, reduction: Any) -> None:
+    tensors = made(rows, classes, torch.bfloat16, ignored=0.3 if rows > 1 else 0.0)
+    how = {"label_smoothing": smoothing, "reduction": reduction}
+    exact = with_gradients(plain, [one.double() if one.is_floating_point() else one for one in tensors], **how)
+    for chunk_bytes in (1, 7 * rows * 2, None):
+        found = with_gradients(ours, tensors, chunk_bytes=chunk_bytes, **how)
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(
+                one.double(), other, rtol=0.05, atol=0.02 * float(other.detach().abs().max()) + 1e-6
+            )
+
+
+@here
+@pytest.mark.usefixtures("several_blocks")
+def test_by_classes_under_autocast_gives_gradients_in_the_weights_dtype() -> None:
+    tensors = made(12, 40, torch.float32, ignored=0.2)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = with_gradients(ours, tensors)
+        expected = with_gradients(plain, tensors)
+    assert [one.dtype for one in found] == [torch.float32] * 4
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=0.05, atol=0.02 * float(other.detach().abs().max()))
+
+
+@here
+@pytest.mark.usefixtures("several_blocks")
+def test_by_classes_with_padded_classes_and_frozen_parts() -> None:
+    hidden, weight, bias, targets = made(14, 40, torch.bfloat16, ignored=0.2)
+    targets = targets.clamp(max=29)
+    for wanted in [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]:
+        leaves = [one.clone().requires_grad_(how) for one, how in zip((hidden, weight, bias), wanted, strict=True)]
+        for count, loss in (
+            ("padded", linear_cross_entropy(leaves[0], leaves[1], targets, leaves[2], classes=30, chunk_bytes=300)),
+            ("torch", plain(leaves[0], leaves[1][:30], leaves[2][:30], targets)),
+        ):
+            for one in leaves:
+                one.grad = None
+            loss.backward()
+            gradients = [one.grad for one in leaves]
+            if count == "padded":
+                first = gradients
+        for one, other, how in zip(first, gradients, wanted, strict=True):
+            assert (one is None) is not how
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=0.05, atol=0.02 * float(other.detach().abs().max()))
+
+
+@here
+@pytest.mark.usefixtures("several_blocks")
+def test_by_classes_backward_twice_gives_the_same() -> None:
+    hidden, weight, bias, targets = made(14, 40, torch.bfloat16, ignored=0.2)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets, bias, chunk_bytes=300)
+    once = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    twice = torch.autograd.grad(loss, [hidden, weight])
+    for one, other in zip(once, twice, strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, targets, bias, chunk_bytes=300), loss)
+
+
+@here
+@pytest.mark.usefixtures("several_blocks")
+def test_by_classes_no_target_and_no_row() -> None:
+    tensors = made(5, 20, torch.bfloat16, ignored=1.1)
+    value, *gradients = with_gradients(ours, tensors)
+    assert value.isnan()
+    assert not any(one.any() for one in gradients)
+    empty = [tensors[0][:0], *tensors[1:3], tensors[3][:0]]
+    assert with_gradients(ours, empty, reduction="sum")[0] == 0
+    assert with_gradients(ours, empty)[0].isnan()
 
 
 @here
