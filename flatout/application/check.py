@@ -19,7 +19,7 @@ from flatout.machine.measured_peaks import measure_ceilings
 from flatout.notebook_tables import table_html
 from flatout.report.machine_text import check_text, exit_code, machine_line, verdict
 
-CONTENDED = "others competed for the processor; of each ceiling the highest yet is kept"
+CONTENDED = "others competed for the processor or the GPU; of each ceiling the highest yet is kept"
 
 
 @dataclass(frozen=True, kw_only=True)

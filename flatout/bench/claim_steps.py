@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatout.bench.results import Speedup
-from flatout.bench.training import RESNET, SMALL, Batch, Training, loss_of
+from flatout.bench.training import GPT, RESNET, SMALL, Batch, Training, loss_of
 from flatout.bench.workload import Setup
 from flatout.memory.real_run import LimitedRun
 from flatout.models import MLP, ConvNet, ConvNetConfig, MLPConfig
@@ -30,19 +30,24 @@ def _image_batch(setup: Setup) -> Batch:
 
 
 def _large_images(setup: Setup) -> Batch:
-    count, size = (2, 64) if setup.reduced else (8, 224)
+    count, size = (2, 64) if setup.reduced else (64, 224) if setup.device == "cuda" else (8, 224)
     return torch.randn(count, 3, size, size), torch.randint(0, 1000, (count,))
 
 
+RESNET_50 = "ResNet-50"
 MODELS = {
     "MLP 784-1024-1024-10": Training(model=lambda: MLP(MLPConfig(inputs=784, hidden=(1024, 1024))), batch=_mlp_batch),
     "ConvNet on 32 x 32": Training(
         model=lambda: ConvNet(ConvNetConfig(height=32, width=32)), batch=_image_batch, images=True
     ),
     "GPT of 4 layers, width 128": SMALL,
-    "ResNet-50": Training(model=RESNET.model, batch=_large_images, images=True),
+    RESNET_50: Training(model=RESNET.model, batch=_large_images, images=True),
 }
-"""What training claims are tried on."""
+
+
+def models_of(setup: Setup) -> dict[str, Training]:
+    """What training claims are tried on there: small models, and on a GPU some that fill it."""
+    return {**MODELS, "GPT-2 124M": GPT} if setup.device == "cuda" else MODELS
 
 
 def compared(before: Step, after: Step, setup: Setup, seconds: float) -> Speedup:

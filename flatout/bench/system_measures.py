@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.bench.claim import Case
-from flatout.bench.claim_steps import MODELS, Step, amp_name, compared, training_step
+from flatout.bench.claim_steps import MODELS, RESNET_50, Step, amp_name, compared, models_of, training_step
 from flatout.bench.inference import bert_by_transformers, new_tokens, sentence_count, text_by_transformers
 from flatout.bench.results import Speedup
 from flatout.bench.training import RESNET, Training, loss_of
@@ -87,7 +88,7 @@ def cudnn_benchmark(setup: Setup, seconds: float) -> Sequence[Case]:
         return run
 
     cases = []
-    for name in ("ConvNet on 32 x 32", "ResNet-50"):
+    for name in ("ConvNet on 32 x 32", RESNET_50):
         step = training_step(MODELS[name], setup, amp=True)
         measured = compared(with_benchmark(False, step), with_benchmark(True, step), setup, seconds)
         cases.append(Case(condition=f"{name} training, fixed input size", measured=measured))
@@ -98,7 +99,7 @@ def cudnn_benchmark(setup: Setup, seconds: float) -> Sequence[Case]:
 
 
 def gpu_against_cpu(setup: Setup, seconds: float) -> Sequence[Case]:
-    return [_on_both(name, setup, seconds) for name in MODELS]
+    return [_on_both(name, training, setup, seconds) for name, training in models_of(setup).items()]
 
 
 def tiny_on_gpu(setup: Setup, seconds: float) -> Sequence[Case]:
@@ -111,9 +112,11 @@ def tiny_on_gpu(setup: Setup, seconds: float) -> Sequence[Case]:
     return [Case(condition="MLP 16-32-10, batch 16", measured=compared(on_gpu, on_cpu, setup, seconds))]
 
 
-def _on_both(name: str, setup: Setup, seconds: float) -> Case:
-    on_cpu = training_step(MODELS[name], Setup(device="cpu", quick=setup.quick))
-    on_gpu = training_step(MODELS[name], setup)
+def _on_both(name: str, training: Training, setup: Setup, seconds: float) -> Case:
+    """The same batch on both."""
+    inputs, targets = training.batch(setup)
+    same = replace(training, batch=lambda setup: (inputs, targets))
+    on_cpu, on_gpu = training_step(same, Setup(device="cpu", quick=setup.quick)), training_step(same, setup)
     return Case(condition=f"{name} training, fp32", measured=compared(on_cpu, on_gpu, setup, seconds))
 
 

@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from flatout.bench.claim import Case
-from flatout.bench.claim_steps import MODELS, Step, amp_dtype, amp_name, compared, exactly, peak_bytes, training_step
+from flatout.bench.claim_steps import (
+    MODELS,
+    RESNET_50,
+    Step,
+    amp_dtype,
+    amp_name,
+    compared,
+    exactly,
+    models_of,
+    peak_bytes,
+    training_step,
+)
 from flatout.bench.training import Batch, Training, loss_of
 from flatout.bench.workload import Setup
 from flatout.models import MLP, MLPConfig
@@ -32,14 +43,14 @@ def amp_speed(setup: Setup, seconds: float) -> Sequence[Case]:
             condition=f"{name} training, {amp_name(setup)}",
             measured=compared(training_step(training, setup), training_step(training, setup, amp=True), setup, seconds),
         )
-        for name, training in MODELS.items()
+        for name, training in models_of(setup).items()
     ]
 
 
 def amp_memory(setup: Setup, seconds: float) -> Sequence[Case]:
     """Without weights and the optimizer's state, which stay in fp32."""
     cases = []
-    for name, training in MODELS.items():
+    for name, training in models_of(setup).items():
         plain = peak_bytes(training_step(training, setup), setup)
         amp = peak_bytes(training_step(training, setup, amp=True), setup)
         cases.append(
@@ -118,7 +129,7 @@ def tf32(setup: Setup, seconds: float) -> Sequence[Case]:
 
 def compile_speed(setup: Setup, seconds: float) -> Sequence[Case]:
     found = []
-    for name, training in MODELS.items():
+    for name, training in models_of(setup).items():
         compiled = training_step(training, setup, compiled="default")
         began = time.perf_counter()
         compiled()
@@ -160,7 +171,7 @@ def reduce_overhead(setup: Setup, seconds: float) -> Sequence[Case]:
                 seconds,
             ),
         )
-        for name, training in MODELS.items()
+        for name, training in models_of(setup).items()
     ]
 
 
@@ -169,7 +180,7 @@ def reduce_overhead(setup: Setup, seconds: float) -> Sequence[Case]:
 
 def channels_last(setup: Setup, seconds: float) -> Sequence[Case]:
     cases = []
-    for name in ("ConvNet on 32 x 32", "ResNet-50"):
+    for name in ("ConvNet on 32 x 32", RESNET_50):
         training = MODELS[name]
         for amp in (False, True):
             before = training_step(training, setup, amp=amp)
@@ -188,7 +199,7 @@ def set_to_none(setup: Setup, seconds: float) -> Sequence[Case]:
                 training_step(training, setup, set_to_none=False), training_step(training, setup), setup, seconds
             ),
         )
-        for name, training in MODELS.items()
+        for name, training in models_of(setup).items()
     ]
 
 

@@ -61,7 +61,7 @@ class Ceilings:
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a field, or a dtype ("gemm fp16"), is missing
     quick: bool
     threads: int
-    contended: bool = False  # others competed for the processor: everything may be too low
+    contended: bool = False  # others competed for the processor, or the GPU: everything may be too low
     measured_at: str  # ISO 8601, UTC
     torch_version: str
 

@@ -16,8 +16,11 @@ from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.machine.disk_peak import disk_peak
 from flatout.machine.gemm_peak import CPU_DTYPES, CUDA_DTYPES, gemm_peak
+from flatout.machine.nvidia_sensors import NvidiaSensors
 from flatout.timing import LoadWatch
 
+BUSY_SHARE = 0.05
+"""Of a GPU's time: with less, what was measured there is that GPU's own."""
 Progress = Callable[[str], None]
 Probe = Callable[[], tuple[Peak | None, str]]
 
@@ -35,6 +38,7 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
     probes = {f"gemm {dtype}": _gemm_probe(dtype, device, seconds) for dtype in dtypes}
     probes |= _rate_probes(machine, device, seconds)
     watch = LoadWatch()
+    shared = device == "cuda" and _gpu_is_busy(machine.usable_gpus[0].uuid)
     found: dict[str, Peak] = {}
     reasons: dict[str, str] = {}
     for name, probe in probes.items():
@@ -53,11 +57,21 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
         reasons=reasons,
         quick=quick,
         threads=torch.get_num_threads(),
-        contended=load is not None and load.contended,
+        contended=shared or (load is not None and load.contended),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         torch_version=str(torch.__version__),
     )
     return ceilings.with_rates(found)
+
+
+def _gpu_is_busy(uuid: str | None) -> bool:
+    """Did others use that GPU in the second before this process does?"""
+    sensors = NvidiaSensors()
+    try:
+        readings = [one for one in sensors.read() if one.uuid == uuid]
+    finally:
+        sensors.close()
+    return any(one.busy_share is not None and one.busy_share >= BUSY_SHARE for one in readings)
 
 
 def _gemm_probe(dtype: str, device: str, seconds: float) -> Probe:

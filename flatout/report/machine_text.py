@@ -38,7 +38,7 @@ def _ceilings_line(ceilings: Ceilings) -> str:
     parts = [f"{d} {format_rate(p.value, p.unit)}" for d, p in ceilings.gemm_flops_per_second.items() if d in shown]
     if (read := ceilings.memory_read_bytes_per_second) is not None:
         parts.append(f"memory {format_rate(read.value, read.unit)}")
-    return ", ".join(parts) + (" (too low: others used the processor)" if ceilings.contended else "")
+    return ", ".join(parts) + (" (too low: others used it)" if ceilings.contended else "")
 
 
 def check_text(machine: Machine, findings: Sequence[Finding]) -> str:
@@ -100,7 +100,7 @@ def _ceilings(ceilings: Ceilings | None) -> list[str]:
     how = f"measured {ceilings.measured_at} on {ceilings.device}, {_plural(ceilings.threads, 'thread')}"
     lines = [_row("ceilings", how + (", quickly" if ceilings.quick else ""))]
     if ceilings.contended:
-        lines.append(_row("", "other processes used the CPU: these may be too low; measure again on an idle machine"))
+        lines.append(_row("", "other processes used the CPU or the GPU: these may be too low; measure again on an idle machine"))
     lines.append(f"  {'':<18} {'best quarter':>16}  {'slow to best':<13} {'samples':>7}  work")
     lines += [_peak(f"{dtype} product", peak) for dtype, peak in ceilings.gemm_flops_per_second.items()]
     lines += [_peak(_RATE_NAMES[name], peak) for name, peak in ceilings.rates().items() if peak is not None]

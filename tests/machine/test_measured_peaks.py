@@ -12,6 +12,7 @@ from flatout.machine.description import Machine
 from flatout.machine.disk_peak import disk_peak, file_system_of
 from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
 from flatout.machine.measured_peaks import measure_ceilings
+from flatout.machine.nvidia_sensors import GpuReading
 from flatout.machine.probe import peak_of
 from flatout.timing import Measurement
 
@@ -216,3 +217,19 @@ def test_ceilings_of_one_device_are_not_those_of_another(machine: Machine) -> No
     assert load_ceilings(machine, "cuda:0") == of_gpu
     assert load_ceilings(machine, "cuda:1") is None
     assert load_ceilings(machine) == of_cpu  # where work should run on this machine
+
+
+@pytest.mark.parametrize(("share", "busy"), [(None, False), (0.0, False), (0.6, True)])
+def test_a_gpu_that_others_use_gives_contended_ceilings(
+    share: float | None, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def read(self) -> tuple[GpuReading, ...]:
+            other = GpuReading(clock_seconds=0.0, index=0, name="other", uuid="GPU-other", busy_share=1.0)
+            return other, GpuReading(clock_seconds=0.0, index=1, name="own", uuid="GPU-own", busy_share=share)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(measured_peaks, "NvidiaSensors", Driver)
+    assert measured_peaks._gpu_is_busy("GPU-own") is busy

@@ -25,7 +25,7 @@ def test_a_machine_in_one_line() -> None:
     assert "ceilings" not in machine_line(MACHINE.with_ceilings(None))
     assert MACHINE.ceilings is not None
     busy = machine_line(MACHINE.with_ceilings(replace(MACHINE.ceilings, contended=True)))
-    assert busy.endswith("(too low: others used the processor)")
+    assert busy.endswith("(too low: others used it)")
 
 
 def test_every_ceiling_is_shown_with_its_spread_or_its_reason() -> None:

@@ -67,7 +67,7 @@ def _ceilings(ceilings: Part) -> list[Block]:
         Head(text="slow to best", numeric=True),
         Head(text="how"),
     )
-    contended = "; others used the processor, so they may be too low" if ceilings.flag("contended") else ""
+    contended = "; others used it, so they may be too low" if ceilings.flag("contended") else ""
     measured = f"Ceilings, measured {ceilings.text('measured_at')} on {ceilings.text('device')}{contended}"
     return [
         Details(summary="What this machine can do", blocks=(Table(caption=measured, heads=heads, rows=tuple(rows)),))
