@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from flatout.machine.ranks import Ranks, ranks
     from flatout.memory.forecast import MemoryForecast
     from flatout.plan import Plan
+    from flatout.predicted_time.predicting import whatif
+    from flatout.predicted_time.prediction import Prediction, WhatIf
     from flatout.search.trial import Trial
     from flatout.sizing.curve import BatchCurve
     from flatout.sizing.fit_to_memory import FitToMemory, fit_to_memory
@@ -76,6 +78,7 @@ __all__ = [
     "Patience",
     "Piece",
     "Plan",
+    "Prediction",
     "Predictions",
     "ProfileResult",
     "Proof",
@@ -88,6 +91,7 @@ __all__ = [
     "Trial",
     "TuneResult",
     "UsageError",
+    "WhatIf",
     "__version__",
     "batch_curve",
     "batches",
@@ -113,6 +117,7 @@ __all__ = [
     "to_device",
     "tune",
     "tune_inference",
+    "whatif",
 ]
 
 _HOMES = {
@@ -137,6 +142,7 @@ _HOMES = {
     "Patience": "flatout.train.patience",
     "Piece": "flatout.infer.generation.generated",
     "Plan": "flatout.plan",
+    "Prediction": "flatout.predicted_time.prediction",
     "Predictions": "flatout.infer.prediction.predict",
     "ProfileResult": "flatout.application.profile",
     "Proof": "flatout.tuning.results",
@@ -149,6 +155,7 @@ _HOMES = {
     "Trial": "flatout.search.trial",
     "TuneResult": "flatout.application.tune",
     "UsageError": "flatout.errors",
+    "WhatIf": "flatout.predicted_time.prediction",
     "batch_curve": "flatout.sizing.step_curve",
     "batches": "flatout.data.batches",
     "capture": "flatout.checkpoint.capturing",
@@ -173,6 +180,7 @@ _HOMES = {
     "to_device": "flatout.data.nested",
     "tune": "flatout.application.tune",
     "tune_inference": "flatout.infer.choosing.tune_inference",
+    "whatif": "flatout.predicted_time.predicting",
 }
 
 

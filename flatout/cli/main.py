@@ -65,6 +65,7 @@ VERBS = {
     "launch": ScriptCommand,
     "watch": Verb,
     "memory": ScriptCommand,
+    "whatif": ScriptCommand,
     "predict": Verb,
     "generate": Verb,
     "tune-inference": Verb,
@@ -108,6 +109,9 @@ flatout watch 4242
 flatout watch --json 4242""",
     "memory": """flatout memory train.py
 flatout memory --batch-curve --budget 5m train.py""",
+    "whatif": """flatout whatif train.py
+flatout whatif --device h100 --device rtx-4090 --precision bf16 train.py
+flatout whatif --device h100 --price h100=2.49 train.py --batch-size 64""",
     "predict": """flatout predict net.py:make images.npz --out results.jsonl
 flatout predict ./bert questions.jsonl --plan serving.toml --out results""",
     "generate": """flatout generate ./gpt2 --prompt "Once upon" --max-new-tokens 50

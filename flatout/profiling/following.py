@@ -118,6 +118,16 @@ class OperatorFollower:
     ) -> None:
         self._stack.close()
 
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Operators called meanwhile, and their backward operators, belong to a module of this name."""
+        outer = f"{self._open_modules[-1]}." if self._open_modules else ""
+        self._open_modules.append(f"{outer}{name}")
+        try:
+            yield
+        finally:
+            self._open_modules.pop()
+
     # called by the dispatch mode
 
     def begins(self) -> tuple[Phase, Origin]:

@@ -100,7 +100,9 @@ def _ceilings(ceilings: Ceilings | None) -> list[str]:
     how = f"measured {ceilings.measured_at} on {ceilings.device}, {_plural(ceilings.threads, 'thread')}"
     lines = [_row("ceilings", how + (", quickly" if ceilings.quick else ""))]
     if ceilings.contended:
-        lines.append(_row("", "other processes used the CPU or the GPU: these may be too low; measure again on an idle machine"))
+        lines.append(
+            _row("", "other processes used the CPU or the GPU: these may be too low; measure again on an idle machine")
+        )
     lines.append(f"  {'':<18} {'best quarter':>16}  {'slow to best':<13} {'samples':>7}  work")
     lines += [_peak(f"{dtype} product", peak) for dtype, peak in ceilings.gemm_flops_per_second.items()]
     lines += [_peak(_RATE_NAMES[name], peak) for name, peak in ceilings.rates().items() if peak is not None]

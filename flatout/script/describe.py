@@ -238,3 +238,9 @@ def _is_channels_last(weight: Tensor) -> bool:
     import torch
 
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+def allows_tf32() -> bool:
+    """May this process's fp32 products run as TF32?"""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.get_float32_matmul_precision() != "highest"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from flatout.machine.device import Device, Mark
 from flatout.machine.process_memory import peak_resident_bytes
 from flatout.script.batch_count import BatchCount
 from flatout.script.compile_seen import compile_was_asked_for
-from flatout.script.describe import NOT_AS_NOW, breakdown, observe
+from flatout.script.describe import NOT_AS_NOW, allows_tf32, breakdown, observe
 from flatout.script.device_calls import device_of
 from flatout.script.spans import StepRow
 from flatout.script.trial.isolated_child import IsolatedChild
@@ -245,7 +244,7 @@ class ProfileWatch:
             "profile": windows.profile().to_json() if windows is not None else None,
             "observed": observed,
             "behaviour": behaviour,
-            "tf32": _allows_tf32(),
+            "tf32": allows_tf32(),
             "has_trace": self._has_trace,
         }
 
@@ -279,8 +278,3 @@ class ProfileWatch:
             peak_resident_bytes=self._peak_bytes or peak_resident_bytes(),
             reasons=reasons,
         )
-
-
-def _allows_tf32() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.get_float32_matmul_precision() != "highest"

@@ -181,7 +181,7 @@ def count_operations(training: Training) -> float:
     from flatout.train.flops import count_step
 
     world = FakeRun()
-    fake = _on_fake_copies(world, training)
+    fake = on_fake_copies(world, training)
     with generators_kept(), world:
         step = fake.make_step()
         finish = count_step()
@@ -288,9 +288,9 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     from flatout.memory.tracking import Tracker
 
     world = FakeRun()
-    fake = _on_fake_copies(world, training, batch_size)
+    fake = on_fake_copies(world, training, batch_size)
     if target.cuda:
-        _default_to_foreach(fake.optimizer)
+        default_to_foreach(fake.optimizer)
     host = PretendedHost()
     pretend = contextlib.ExitStack()
     if target.cuda:
@@ -326,7 +326,7 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     )
 
 
-def _on_fake_copies(world: FakeRun, training: Training, batch_size: int | None = None) -> Training:
+def on_fake_copies(world: FakeRun, training: Training, batch_size: int | None = None) -> Training:
     """With `batch_size` samples, under the part of the plan that a fake run can carry out."""
     try:
         copies = world.fake_copies((training.model, training.optimizer, training.loss_fn, training.batch))
@@ -341,7 +341,7 @@ def _on_fake_copies(world: FakeRun, training: Training, batch_size: int | None =
     return training.under(plan).on_copies(model, optimizer, loss_fn, batch, samples)
 
 
-def _default_to_foreach(optimizer: Optimizer) -> None:
+def default_to_foreach(optimizer: Optimizer) -> None:
     """As torch does for weights on CUDA; it does not recognise fake ones as being there."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):

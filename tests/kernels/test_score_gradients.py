@@ -27,7 +27,9 @@ here = pytest.mark.skipif(
 )
 
 
-@pytest.mark.skipif(not TRITON or INTERPRETED, reason="needs Triton, and is what runs the others in its interpreter")
+@pytest.mark.skipif(
+    not TRITON or INTERPRETED or STAND_IN, reason="needs Triton, and runs the others in its interpreter"
+)
 def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}

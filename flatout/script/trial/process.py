@@ -28,12 +28,14 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 import psutil
 
+from flatout.decoding import decode
 from flatout.environment import inductor_folder, launched, trial_environment
 from flatout.errors import TrialError, UsageError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.machine.detect import usable_cores
 from flatout.plan_choices import ChoiceValue
+from flatout.predicted_time.operators import Operator, StepOperators
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
@@ -345,6 +347,19 @@ class TrialProcess:
 
     def work(self) -> StepWork:
         return StepWork(**self._ask({"do": "work"}, self._patience(60, ()))["work"])
+
+    def operators(self, choices: Sequence[Choice]) -> StepOperators:
+        """Of one step under these levers, which takes several times as long."""
+        command: Command = {"do": "operators", "levers": _json(choices)}
+        answer = self._ask(command, self._patience(60, choices))
+        return StepOperators(
+            operators=tuple(decode(Operator, one) for one in answer["operators"]),
+            samples=None if answer["samples"] is None else round(answer["samples"]),
+            device=answer["device"],
+            tf32=answer["tf32"],
+            fault=answer["fault"],
+            rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
+        )
 
     def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak:
         """Peak over these steps; a followed step takes several times as long."""

@@ -7,6 +7,7 @@ Between commands the script does not run: its next step starts on command.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -21,7 +22,8 @@ from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
 from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
-from flatout.script.describe import NOT_AS_NOW, observe
+from flatout.script.batch_count import BatchCount
+from flatout.script.describe import NOT_AS_NOW, allows_tf32, observe
 from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.seeds import TrialSeeds
@@ -89,6 +91,7 @@ class Session:
             "window": self._window,
             "breakdown": self._breakdown,
             "work": self._work,
+            "operators": self._operators,
             "peak": self._peak,
             "numerics": self._numerics,
             "stop": lambda command: self._child.leave(),
@@ -167,6 +170,42 @@ class Session:
 
         def boundary() -> bool:
             self._write({"event": "work", "work": asdict(finish())})
+            return True
+
+        return boundary
+
+    def _operators(self, command: Command) -> Callable[[], bool]:
+        """Of the second step under these levers; the first may make what they need."""
+        from flatout.predicted_time.operators import as_one, marked
+        from flatout.profiling.following import OperatorFollower
+
+        assert self._device is not None
+        device, batches = self._device, BatchCount(self.watch.subject)
+        self.applied.set(self._choices(command))
+        self.watch.at_batch.append(batches.batch)
+        follower = OperatorFollower(prefer=self._child.target.folder)
+        following = contextlib.ExitStack()
+        steps = itertools.count()
+
+        def boundary() -> bool:
+            batches.step_ended()
+            if next(steps) == 0:
+                following.enter_context(follower)
+                following.enter_context(marked(follower))
+                return False
+            following.close()
+            self.watch.at_batch.remove(batches.batch)
+            self._write(
+                {
+                    "event": "operators",
+                    "operators": [asdict(one) for one in as_one(follower.operators)],
+                    "fault": follower.fault,
+                    "samples": batches.samples_per_step,
+                    "device": device.name,
+                    "tf32": allows_tf32(),
+                    **self._state(),
+                }
+            )
             return True
 
         return boundary

@@ -1,0 +1,86 @@
+"""`flatout whatif train.py`: a script's step on GPUs that are not here, from one step of it on this machine's CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flatout.errors import UsageError
+from flatout.levers.catalogue import LEVERS
+from flatout.levers.lever import choices_of_plan
+from flatout.plan import Plan
+from flatout.predicted_time.prediction import WhatIf
+from flatout.script.entry import Target
+from flatout.script.trial.answers import TrialEnded, explain_end
+from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
+from flatout.script.work_folder import work_folder
+
+Precision = Literal["fp32", "tf32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfRequest:
+    """Of which script, and where."""
+
+    target: Target
+    devices: Sequence[str] | None = None
+    """GPUs of the catalogue; None: some usual ones."""
+    precision: Precision | None = None
+    """Of the products; None: as the script has them."""
+    prices: Mapping[str, float] | None = None
+    patience_seconds: float = 1800.0
+    isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
+    stdin_file: Path | None = None
+
+
+def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> WhatIf:
+    """Raises UsageError for a device or a price that is not known and a script that trains on a GPU, TrialError where
+    it takes no step or fails."""
+    from flatout.predicted_time.predicting import check_devices, of_script
+
+    check_devices(request.devices, request.prices)
+    request.target.check()
+    plan = Plan(precision="bf16") if request.precision == "bf16" else Plan()
+    choices = choices_of_plan(plan.choices(), LEVERS)
+    with work_folder() as folder:
+        setup = TrialSetup(
+            target=request.target,
+            work_folder=folder,
+            isolation=request.isolation,
+            allow_network=request.allow_network,
+            stdin_file=request.stdin_file,
+            terminal_size=terminal_size() if request.stdin_file is None else None,
+        )
+        with TrialProcess(setup, label="whatif") as trial:
+            try:
+                progress(f"starting {request.target.name}")
+                trial.start(request.patience_seconds)
+                progress("following one step")
+                step = trial.operators(choices)
+                progress("following its memory")
+                peak = trial.peak(choices).peak_bytes if step.device == "cpu" else None
+            except TrialEnded as end:
+                raise explain_end(end, request.target.name) from end
+    if step.device != "cpu":
+        raise UsageError(
+            f"{request.target.name} trains on {step.device}",
+            limit="steps elsewhere are predicted from one that was followed on a CPU",
+            remedy="let it choose its device by torch.cuda.is_available(), which whatif answers with False",
+        )
+    notes = ["waiting for data, copies to the GPU and evaluation are not included"]
+    notes.append("memory: the script's tensors, on this CPU; a GPU also holds torch's context and kernels' workspaces")
+    notes += [f"{name} could not be applied: {why}" for name, why in step.rolled_back.items()]
+    if step.fault:
+        notes.append(f"not the whole step was followed: {step.fault}")
+    return of_script(
+        step,
+        name=request.target.name,
+        devices=request.devices,
+        tf32=request.precision == "tf32" or (request.precision is None and step.tf32),
+        peak_bytes=peak,
+        prices=request.prices,
+        notes=notes,
+    )

@@ -1,0 +1,267 @@
+"""`flatout.whatif`: a training step on devices that are not here, and on this machine under other settings.
+
+found = flatout.whatif(step, batch, devices=["h100", "rtx-4090"])
+found["h100"].step_seconds, found["h100"].peak_bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from flatout.arguments import as_plan, as_whole_number, wrong
+from flatout.errors import FlatoutError, UsageError, describe_error
+from flatout.machine.published_peaks import GpuEntry, catalogue_entry
+from flatout.plan import Plan
+from flatout.predicted_time.gpu_rates import H100, MEASURED_ON, gpu_time
+from flatout.predicted_time.operators import Operator, StepOperators, followed
+from flatout.predicted_time.prediction import Prediction, WhatIf
+from flatout.sizing.training import Training, check_batch_size
+from flatout.train.step import TrainStep
+
+USUAL_DEVICES = ("rtx-4090", "l4", "l40s", "a100-80gb", "h100", "h200", "b200", "rtx-5090")
+UNCERTAINTY, UNCERTAINTY_ASSUMED, UNCERTAINTY_RECURRENT = 0.3, 0.5, 0.6
+"""As a share: of GPUs like the one that was measured; of others, where it is an assumption; of recurrent layers, of
+which one model alone was measured."""
+UNCERTAINTY_HERE = 0.15
+"""Of nine in ten steps of 7 small models under another precision, batch size or number of threads, on an Intel Xeon."""
+MEASURED_CAPABILITY = (9, 0)
+ROOM = 0.8
+"""Of a GPU's memory: tensors of a script that take less leave enough for what else is there."""
+HOST_NOTE = (
+    "the host's time is that of one virtual machine (Intel Xeon): another host may need half, or twice as long; larger "
+    "batches, CUDA graphs and torch.compile help there"
+)
+CPU = "cpu"
+
+
+def whatif(
+    step: TrainStep,
+    batch: object,
+    *,
+    devices: Sequence[str] | None = None,
+    plan: Plan | None = None,
+    batch_size: int | None = None,
+    threads: int | None = None,
+    prices: Mapping[str, float] | None = None,
+) -> WhatIf:
+    """What a call of `step` would take on other devices, and on this machine under other settings.
+
+    batch: any batch of the right kinds and shapes. devices: GPUs of the catalogue ('h100', 'rtx-4090'), which need not
+    be here, and 'cpu', this machine; None: eight usual GPUs. plan: another plan than the step's; it is predicted as far
+    as operators, their shapes and dtypes follow from it, and torch.compile is not. batch_size: with so many samples.
+    threads: of 'cpu'. prices: of an hour by device, for the price of a million samples.
+
+    GPUs are predicted from the operators of a step on fake tensors, the published figures of the GPU, and the shares of
+    them that an H100 was measured to reach; waiting for data is no part of it. 'cpu' takes the present step a few times
+    and each operator of both by itself, some seconds; weights are as before afterwards. Peak memory is that of
+    `flatout.forecast`.
+
+    Raises UsageError for what is no TrainStep, a device that is not known, and options that mean nothing.
+    """
+    training = Training.of(step, batch)
+    check_batch_size(batch_size)
+    wanted = training if plan is None else training.under(as_plan(plan, "step"))
+    samples = batch_size or training.samples
+    if threads is not None:
+        as_whole_number(threads, "threads")
+    names = _device_names(devices)
+    _check_priced(_prices(prices), names)
+    if threads is not None and CPU not in names:
+        raise UsageError(f"threads is {threads}", limit="it is for the device 'cpu'", remedy="devices=['cpu', ...]")
+    gpus = [catalogue_entry(name) for name in names if name != CPU]
+    found: list[Prediction] = []
+    if gpus:
+        _check_followed(wanted)
+        operators = followed(wanted, samples, as_on_cuda=True)
+        tf32 = wanted.plan.matmul_precision in ("high", "medium")
+        for gpu in gpus:
+            predicted = on_gpu(operators, gpu, samples=samples, tf32=tf32)
+            found.append(_with_memory(predicted, wanted, gpu, samples))
+    if CPU in names:
+        found.append(_here(training, wanted, samples, threads))
+    return whatif_of(
+        found,
+        name=type(step.model).__name__,
+        samples=samples,
+        precision=_precision(wanted.plan),
+        prices=prices,
+        notes=_notes(wanted.plan),
+    )
+
+
+def of_script(
+    step: StepOperators,
+    *,
+    name: str,
+    devices: Sequence[str] | None,
+    tf32: bool,
+    peak_bytes: int | None,
+    prices: Mapping[str, float] | None,
+    notes: Sequence[str] = (),
+) -> WhatIf:
+    """Of a script that was followed on a CPU. peak_bytes: of its tensors there; None: unknown."""
+    operators = step.as_on_cuda()
+    found = []
+    for key in _device_names(devices):
+        gpu = catalogue_entry(key)
+        one = on_gpu(operators, gpu, samples=step.samples, tf32=tf32)
+        if peak_bytes is None:
+            found.append(replace(one, peak_reason="the script's memory could not be followed"))
+        else:
+            fits = True if peak_bytes < ROOM * gpu.memory_bytes else False if peak_bytes > gpu.memory_bytes else None
+            found.append(replace(one, peak_bytes=peak_bytes, fits=fits))
+    half = any(one.half and one.flops for one in operators)
+    precision = (
+        "bf16 where it casts, else fp32" if half else _precision(Plan(matmul_precision="high" if tf32 else None))
+    )
+    return whatif_of(found, name=name, samples=step.samples, precision=precision, prices=prices, notes=notes)
+
+
+def on_gpu(operators: Sequence[Operator], gpu: GpuEntry, *, samples: int | None, tf32: bool) -> Prediction:
+    """Without its memory."""
+    measured = gpu.compute_capability == MEASURED_CAPABILITY
+    basis = f"published figures of the GPU, at the shares that an {MEASURED_ON} was measured to reach"
+    nothing = Prediction(
+        device=gpu.key, name=gpu.name, step_seconds=None, samples=samples, memory_bytes=gpu.memory_bytes, basis=basis
+    )
+    try:
+        time = gpu_time(operators, gpu, H100, tf32=tf32)
+    except KeyError as error:
+        return replace(nothing, reason=f"no rate of {gpu.name} in {error.args[0]} is published in the catalogue")
+    uncertainty = UNCERTAINTY if measured else UNCERTAINTY_ASSUMED
+    if any(kind.startswith("recurrent") for kind in time.by_kind):
+        uncertainty = UNCERTAINTY_RECURRENT
+    return replace(
+        nothing,
+        step_seconds=time.step_seconds,
+        low_seconds=time.step_seconds / (1 + uncertainty),
+        high_seconds=time.step_seconds * (1 + uncertainty),
+        device_seconds=time.device_seconds,
+        host_seconds=time.host_seconds,
+        by_kind=time.by_kind,
+    )
+
+
+def whatif_of(
+    predictions: Iterable[Prediction],
+    *,
+    name: str,
+    samples: int | None,
+    precision: str,
+    prices: Mapping[str, float] | None,
+    notes: Sequence[str] = (),
+) -> WhatIf:
+    """Sorted, with prices."""
+    given = _prices(prices)
+    priced = [replace(one, price_per_hour=given.get(one.device)) for one in predictions]
+    bound = any(one.bound == "host" for one in priced)
+    ordered = sorted(priced, key=lambda one: (one.step_seconds is None, one.step_seconds or 0.0))
+    return WhatIf(
+        name=name,
+        samples=samples,
+        precision=precision,
+        predictions=tuple(ordered),
+        notes=(*notes, *([HOST_NOTE] if bound else [])),
+    )
+
+
+def check_devices(devices: Sequence[str] | None, prices: Mapping[str, float] | None) -> None:
+    """UsageError for what is not in the catalogue, before anything takes time."""
+    names = _device_names(devices)
+    if CPU in names:
+        raise UsageError("the device 'cpu'", limit="scripts are predicted on GPUs of the catalogue")
+    _check_priced(_prices(prices), names)
+
+
+def _check_priced(prices: Mapping[str, float], names: Sequence[str]) -> None:
+    other = next((name for name in prices if name not in names), None)
+    if other is not None:
+        raise UsageError(f"a price of {other!r}", limit=f"prices are of the devices asked for: {', '.join(names)}")
+
+
+def _prices(prices: Mapping[str, float] | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, price in (prices or {}).items():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < float("inf"):
+            raise UsageError(f"the price of {name!r} is {price!r}", limit="it is a number above 0, of one hour")
+        found[name if name == CPU else catalogue_entry(name).key] = float(price)
+    return found
+
+
+def _device_names(devices: Sequence[str] | None) -> list[str]:
+    if devices is None:
+        return list(USUAL_DEVICES)
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise wrong("devices", devices, "it is a list of names, such as ['h100', 'cpu']")
+    for one in devices:
+        if not isinstance(one, str):
+            raise wrong("devices", devices, "it is a list of names, such as ['h100', 'cpu']")
+    return list(dict.fromkeys(one if one == CPU else catalogue_entry(one).key for one in devices))
+
+
+def _check_followed(training: Training) -> None:
+    if training.device_type != CPU:
+        raise UsageError(
+            f"the model is on {training.device_type}",
+            limit="other GPUs are predicted from operators as they are followed on a CPU",
+            remedy="make the same training with a model on the CPU: nothing of it is computed",
+        )
+
+
+def _with_memory(one: Prediction, training: Training, gpu: GpuEntry, samples: int) -> Prediction:
+    from flatout.sizing.forecasting import forecast_training
+    from flatout.sizing.target import find_target
+
+    try:
+        forecast = forecast_training(training, find_target(gpu.key, training.model), samples)
+    except FlatoutError as error:
+        return replace(one, peak_reason=error.what)
+    return replace(one, peak_bytes=forecast.peak_bytes, fits=forecast.fits)
+
+
+def _here(training: Training, wanted: Training, samples: int, threads: int | None) -> Prediction:
+    from flatout.machine.detect import available_memory_bytes, detect
+    from flatout.predicted_time.replayed import replayed
+    from flatout.sizing.forecasting import forecast_training
+    from flatout.sizing.target import find_target
+
+    nothing = Prediction(
+        device=CPU,
+        name=detect().cpu.name,
+        step_seconds=None,
+        samples=samples,
+        memory_bytes=available_memory_bytes(),
+        basis="the present step, and each operator of both steps by itself, timed on this machine",
+    )
+    if training.device_type != CPU:
+        return replace(nothing, reason=f"the model is on {training.device_type}, and the present step is what is timed")
+    try:
+        time = replayed(training, wanted, samples=training.samples, other_samples=samples, threads=threads)
+    except FlatoutError:
+        raise
+    except Exception as error:  # a step that cannot run on fake tensors, or not at all
+        return replace(nothing, reason=describe_error(error))
+    forecast = forecast_training(wanted, find_target(CPU, training.model), samples)
+    return replace(
+        nothing,
+        step_seconds=time.step_seconds,
+        low_seconds=time.step_seconds / (1 + UNCERTAINTY_HERE),
+        high_seconds=time.step_seconds * (1 + UNCERTAINTY_HERE),
+        device_seconds=time.step_seconds,
+        peak_bytes=forecast.peak_bytes,
+        fits=forecast.peak_bytes * (1 + forecast.uncertainty) <= available_memory_bytes(),
+    )
+
+
+def _precision(plan: Plan) -> str:
+    if plan.precision is not None:
+        return plan.precision
+    return "TF32 where the GPU has it" if plan.matmul_precision in ("high", "medium") else "fp32"
+
+
+def _notes(plan: Plan) -> list[str]:
+    found = ["waiting for data is not included"]
+    if plan.compile is not None:
+        found.append("torch.compile is not predicted: the steps are those of the uncompiled model")
+    return found

@@ -1,0 +1,219 @@
+"""What a step would take on this machine under another plan, batch size or number of threads, without taking it.
+
+Each operator that the step would call is timed by itself, on tensors of its shapes. Its parts do not add up to a step:
+caches, Python and the autograd engine are missing. So the present step is both taken and replayed: of what it takes
+beyond its operators some time for each call is what launching takes, and the rest lengthens operators in proportion.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flatout.predicted_time.operators import fake_step
+from flatout.statistics import median
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+    from flatout.sizing.training import Training
+
+OPERATOR_SECONDS, OPERATOR_CALLS = 0.03, 3
+"""Each operator is called at least so often and so long."""
+STEP_SECONDS, STEP_CALLS = 1.0, 3
+CALL_SECONDS = 6e-6
+"""That Python, the dispatcher and the autograd engine take for one operator: seen on an Intel Xeon with steps of 1 ms,
+which are little else."""
+_SKIPPED = ("prim", "profiler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedTime:
+    """Seconds of a step that was not taken, and what they are made from."""
+
+    step_seconds: float
+    operator_seconds: float
+    """Of its operators, each timed by itself."""
+    measured_seconds: float
+    """Of the present step."""
+    present_operator_seconds: float
+    left_out: tuple[str, ...]
+    """Operators that cannot be called by themselves."""
+
+
+@dataclass(frozen=True)
+class _TensorLike:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        import torch
+
+        count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        count = 0 if 0 in self.shape else count
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            flat = torch.rand(count).add_(0.5).to(self.dtype)  # no zeros, infinities or denormals on the way
+        else:
+            flat = torch.zeros(count, dtype=self.dtype)  # as an index, in range everywhere
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass
+class _Call:
+    operation: OpOverload[..., object]
+    args: Any
+    kwargs: Any
+    count: int = 0
+
+
+def replayed(
+    present: Training, other: Training, *, samples: int, other_samples: int, threads: int | None
+) -> ReplayedTime:
+    """The step of `other` with `other_samples` on so many threads (None: as now), from the present one with `samples`.
+
+    Weights and all else of the user's are as before afterwards.
+    """
+    import torch
+
+    measured = _measured(present)
+    present_calls, calls = _calls(present, samples), _calls(other, other_samples)
+    now, now_left_out = _replay(present_calls)
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        then, left_out = _replay(calls)
+    finally:
+        torch.set_num_threads(before)
+    launching = min(max(0.0, measured - now), CALL_SECONDS * sum(call.count for call in present_calls))
+    in_calls = (measured - launching) / now if now else 1.0
+    seconds = then * in_calls + launching * sum(call.count for call in calls) / sum(
+        call.count for call in present_calls
+    )
+    return ReplayedTime(
+        step_seconds=seconds,
+        operator_seconds=then,
+        measured_seconds=measured,
+        present_operator_seconds=now,
+        left_out=tuple(dict.fromkeys((*now_left_out, *left_out))),
+    )
+
+
+def _measured(training: Training) -> float:
+    """The median of a few steps, after which everything is as it was."""
+    with training.on_same_memory() as real:
+        step = real.make_step()
+        try:
+            for _ in range(2):
+                step(real.batch)
+            taken: list[float] = []
+            until = time.perf_counter() + STEP_SECONDS
+            while len(taken) < STEP_CALLS or time.perf_counter() < until:
+                began = time.perf_counter()
+                step(real.batch)
+                taken.append(time.perf_counter() - began)
+        finally:
+            step.close()
+    return median(taken)
+
+
+def _calls(training: Training, samples: int) -> Sequence[_Call]:
+    from flatout.profiling.operator_classes import moves_no_data
+    from flatout.torch_private.attributes import name_in_schema
+    from flatout.torch_private.dispatch import ListeningMode
+
+    found: dict[str, _Call] = {}
+
+    class Recorder(ListeningMode):
+        def __torch_dispatch__(
+            self,
+            func: OpOverload[..., object],
+            types: Sequence[type],
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            name = name_in_schema(func)
+            if not moves_no_data(name) and name.partition("::")[0] not in _SKIPPED:
+                call = _Call(func, _described(args), _described(kwargs or {}))
+                found.setdefault(f"{func} {call.args} {call.kwargs}", call).count += 1
+            return func(*args, **(kwargs or {}))
+
+    with fake_step(training, samples, as_on_cuda=False) as step, Recorder():
+        step()
+    return list(found.values())
+
+
+def _described(value: object) -> object:
+    """With descriptions in place of tensors."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return _TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, list | tuple):
+        return [_described(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _described(one) for name, one in value.items()}
+    return value
+
+
+def _made(value: object) -> Any:
+    if isinstance(value, _TensorLike):
+        return value.make()
+    if isinstance(value, list):
+        return [_made(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _made(one) for name, one in value.items()}
+    return value
+
+
+def _callable_arguments(call: _Call) -> tuple[Any, Any]:
+    """Tensors with which the operator was called once. On fake tensors statistics of norms in half precision are half
+    too, which they are not on real ones."""
+    args, kwargs = _made(call.args), _made(call.kwargs)
+    try:
+        call.operation(*args, **kwargs)
+    except RuntimeError:
+        args = [*args[:2], *(_in_fp32(one) for one in args[2:])]
+        call.operation(*args, **kwargs)
+    return args, kwargs
+
+
+def _in_fp32(value: Any) -> Any:
+    import torch
+
+    half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if half else value
+
+
+def _replay(calls: Sequence[_Call]) -> tuple[float, list[str]]:
+    """(seconds of all calls, operators that could not be called)"""
+    total, left_out = 0.0, []
+    for call, seconds in _timed(calls):
+        if seconds is None:
+            left_out.append(str(call.operation))
+        else:
+            total += call.count * seconds
+    return total, left_out
+
+
+def _timed(calls: Sequence[_Call]) -> Iterator[tuple[_Call, float | None]]:
+    import torch
+
+    with torch.no_grad():
+        for call in calls:
+            try:
+                args, kwargs = _callable_arguments(call)
+                taken: list[float] = []
+                until = time.perf_counter() + OPERATOR_SECONDS
+                while len(taken) < OPERATOR_CALLS or time.perf_counter() < until:
+                    began = time.perf_counter()
+                    call.operation(*args, **kwargs)
+                    taken.append(time.perf_counter() - began)
+                yield call, median(taken)
+            except Exception:  # it needs values that fit each other, or a state; the others go on
+                yield call, None
