@@ -257,6 +257,17 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         },
     ),
     "forecast": (on_a_batch(flatout.forecast), {**ON_A_BATCH, "batch_size": {"0": 0, "text": "4"}}),
+    "whatif": (
+        on_a_batch(flatout.whatif),
+        {
+            **ON_A_BATCH,
+            "devices": {"text": "h100", "none": [], "unknown": ["h1000"], "number": [3]},
+            "plan": PLANS,
+            "batch_size": {"0": 0, "text": "4"},
+            "threads": {"0": 0, "without cpu": 2},
+            "prices": {"0": {"h100": 0}, "text": {"h100": "1"}, "another": {"t4": 1.0}},
+        },
+    ),
     "generate": (
         lambda **given: flatout.generate(**({"model": GPT, "prompts": [[1, 2]]} | given)),
         {"model": MODELS, "plan": PLANS, "prompts": {"None": None, "text": "no tokenizer"}},

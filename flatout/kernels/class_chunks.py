@@ -17,6 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+CHUNK_BYTES_ON_GPU = 100 * 1024**2
+"""Of scores: small beside a step, large enough for products at full speed. Each chunk costs launches, and scores that
+are computed again or a pass over gradients, so there are fewer than on a CPU."""
 LEAST_CLASSES = 1024
 """Of a chunk, unless the caller asks for less memory: products of fewer columns are slow."""
 TILE = 128
@@ -81,8 +84,6 @@ class LossByClasses(torch.autograd.Function):
         # The kernels look for the target's class: torch's assertion comes before them where it is none.
         weight[:count, 0].gather(0, targets)
         if chunk_bytes is None:
-            from flatout.kernels.linear_cross_entropy import CHUNK_BYTES_ON_GPU
-
             chunk_bytes = max(CHUNK_BYTES_ON_GPU, LEAST_CLASSES * len(read) * dtype.itemsize)
         chunks = class_chunks(count, len(read), chunk_bytes, dtype.itemsize)
         scores = _Scores(read, weight, chunks)

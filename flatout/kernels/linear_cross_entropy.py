@@ -22,12 +22,12 @@ from torch.nn import functional
 
 from flatout.arguments import wrong
 from flatout.errors import UsageError
+from flatout.kernels.class_chunks import CHUNK_BYTES_ON_GPU, LossByClasses
 from flatout.torch_private.dispatch import keeps_graph
 
 Reduction = Literal["mean", "sum"]
-CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 32 * 1024**2, 100 * 1024**2
-"""Of scores: small beside a step, large enough for products at full speed. On a GPU each chunk also costs launches, and
-a pass over gradients or scores that are computed again, so there are fewer."""
+CHUNK_BYTES = 32 * 1024**2
+"""Of scores on a CPU: small beside a step, large enough for products at full speed."""
 TILE = 128
 """Rows that a GPU's products compute together; a chunk of so many, or a multiple, leaves none of them half empty."""
 MOST_COUNTED = 0.9
@@ -80,8 +80,6 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
     if _by_classes(hidden, dtype):
-        from flatout.kernels.class_chunks import LossByClasses  # which imports Triton when it runs
-
         apply = LossByClasses.apply
     elif chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES_ON_GPU if hidden.is_cuda else CHUNK_BYTES

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flatout.machine.published_peaks import GpuEntry
-from flatout.predicted_time.operators import Operator
 from flatout.profiling.operator_classes import PRODUCTS
+from flatout.profiling.step_operators import Operator
 
 MEASURED_ON = "NVIDIA H100 80GB HBM3"
 ALIGNED = 8

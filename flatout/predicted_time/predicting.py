@@ -13,9 +13,10 @@ from flatout.arguments import as_plan, as_whole_number, wrong
 from flatout.errors import FlatoutError, UsageError, describe_error
 from flatout.machine.published_peaks import GpuEntry, catalogue_entry
 from flatout.plan import Plan
+from flatout.predicted_time.fake_steps import followed
 from flatout.predicted_time.gpu_rates import H100, MEASURED_ON, gpu_time
-from flatout.predicted_time.operators import Operator, StepOperators, followed
 from flatout.predicted_time.prediction import Prediction, WhatIf
+from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.sizing.training import Training, check_batch_size
 from flatout.train.step import TrainStep
 

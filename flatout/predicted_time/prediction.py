@@ -86,7 +86,7 @@ class WhatIf:
 
     def summary(self) -> str:
         """What `flatout whatif` prints."""
-        from flatout.report.whatif_text import whatif_text
+        from flatout.predicted_time.text import whatif_text
 
         return whatif_text(self)
 

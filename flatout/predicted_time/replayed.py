@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flatout.predicted_time.operators import fake_step
+from flatout.predicted_time.fake_steps import fake_step
 from flatout.statistics import median
 
 if TYPE_CHECKING:

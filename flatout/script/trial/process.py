@@ -35,7 +35,7 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.machine.detect import usable_cores
 from flatout.plan_choices import ChoiceValue
-from flatout.predicted_time.operators import Operator, StepOperators
+from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup

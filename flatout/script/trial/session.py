@@ -176,8 +176,8 @@ class Session:
 
     def _operators(self, command: Command) -> Callable[[], bool]:
         """Of the second step under these levers; the first may make what they need."""
-        from flatout.predicted_time.operators import as_one, marked
         from flatout.profiling.following import OperatorFollower
+        from flatout.profiling.step_operators import as_one, marked
 
         assert self._device is not None
         device, batches = self._device, BatchCount(self.watch.subject)

@@ -1,6 +1,6 @@
 """The work of one training step: its operators, each with shapes, operations and bytes.
 
-Followed on fake tensors, so that neither memory nor time of the model is needed, or in a script as it runs.
+From an `OperatorFollower`, as a CPU called them, or as CUDA would.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.generators import generators_kept
 from flatout.profiling.operator_classes import moves_no_data, operator_class
 from flatout.profiling.profile import OperatorClass
 from flatout.replaced import replaced
 
 if TYPE_CHECKING:
     from flatout.profiling.following import FollowedOperator, OperatorFollower
-    from flatout.sizing.training import Training
 
 Part = Literal["forward", "backward", "optimizer"]
 HALF = ("bfloat16", "float16")
@@ -58,40 +56,6 @@ class Operator:
             return self.calls
         sizes = self.shapes[0][:2]
         return self.calls * (sizes[0] if "mkldnn" in self.name else max(sizes))
-
-
-def followed(training: Training, samples: int, *, as_on_cuda: bool) -> tuple[Operator, ...]:
-    """Of the second step, with `samples` in its batch, on fake tensors. Nothing of the training is changed.
-
-    as_on_cuda: with the kernels that CUDA has, and the optimizer's updates for all weights at once.
-    """
-    from flatout.profiling.following import OperatorFollower
-
-    follower = OperatorFollower()
-    with fake_step(training, samples, as_on_cuda=as_on_cuda) as step, follower:
-        step()
-    return summed(of_followed(follower.operators))
-
-
-@contextlib.contextmanager
-def fake_step(training: Training, samples: int, *, as_on_cuda: bool) -> Iterator[Callable[[], object]]:
-    """A step of copies on fake tensors, which was taken once: the optimizer has its state."""
-    from flatout.memory.fake_run import FakeRun, ValuesForOptimizers, operations_as_on_cuda, torch_keeps_quiet
-    from flatout.sizing.forecasting import default_to_foreach, on_fake_copies
-
-    world = FakeRun()
-    fake = on_fake_copies(world, training, samples)
-    if as_on_cuda:
-        default_to_foreach(fake.optimizer)
-    cuda = operations_as_on_cuda() if as_on_cuda else contextlib.nullcontext()
-    with torch_keeps_quiet(), generators_kept(), world, cuda, ValuesForOptimizers():
-        step = fake.make_step()
-        try:
-            fake.model.train()
-            step(fake.batch)
-            yield lambda: step(fake.batch)
-        finally:
-            step.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from flatout.predicted_time.prediction import Prediction, WhatIf
+from typing import TYPE_CHECKING
+
 from flatout.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from flatout.predicted_time.prediction import Prediction, WhatIf
 
 
 def whatif_text(found: WhatIf) -> str:

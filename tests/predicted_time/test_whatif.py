@@ -1,0 +1,242 @@
+"""`flatout.whatif` and `flatout whatif`: what they predict, what they leave alone, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import flatout
+from flatout import Plan, TrainStep
+from flatout.errors import UsageError
+from flatout.models import GPT2, MLP, GPT2Config, MLPConfig
+from flatout.predicted_time.fake_steps import fake_step, followed
+from flatout.predicted_time.predicting import USUAL_DEVICES
+from flatout.profiling.following import OperatorFollower
+from flatout.profiling.step_operators import as_one, marked
+from flatout.sizing.training import Training
+
+
+def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def mlp_step(plan: Plan | None = None) -> tuple[TrainStep, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = MLP(MLPConfig(inputs=16, hidden=(32,)))
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), 1e-2), loss, plan)
+    return step, (torch.randn(8, 16), torch.randint(10, (8,)))
+
+
+def gpt_step(dropout: float = 0.0) -> tuple[TrainStep, tuple[Tensor, Tensor]]:
+    sizes: dict[str, Any] = {"vocab_size": 32, "max_tokens": 16, "width": 16, "heads": 2, "layers": 2}
+    config = GPT2Config(**sizes, dropout=dropout, embedding_dropout=dropout, attention_dropout=dropout)
+    torch.manual_seed(0)
+    model = GPT2(config)
+    tokens = torch.randint(32, (4, 16))
+    return TrainStep(model, torch.optim.AdamW(model.parameters()), loss), (tokens, tokens)
+
+
+def test_usual_gpus_the_fastest_first() -> None:
+    step, batch = mlp_step()
+    before = [one.clone() for one in step.model.parameters()]
+    found = flatout.whatif(step, batch)
+    assert {one.device for one in found.predictions} == set(USUAL_DEVICES)
+    seconds = [one.step_seconds or math.inf for one in found.predictions]
+    assert seconds == sorted(seconds)
+    assert all(torch.equal(one, other) for one, other in zip(step.model.parameters(), before, strict=True))
+    h100 = found["h100"]
+    assert h100.low_seconds < h100.step_seconds < h100.high_seconds  # type: ignore[operator]
+    assert h100.samples == 8
+    assert h100.bound == "host"
+    assert h100.fits
+    assert h100.peak_bytes
+    with pytest.raises(KeyError):
+        found["t4"]
+    text = found.summary()
+    assert "predicted, not measured" in text
+    assert "bound by the host" in text
+    json.dumps(found.to_json())
+
+
+def test_a_larger_batch_takes_longer_and_more_memory() -> None:
+    step, batch = gpt_step()
+    small, large = (flatout.whatif(step, batch, devices=["h100"], batch_size=size)["h100"] for size in (4, 400_000))
+    assert small.samples == 4
+    assert large.step_seconds > 2 * small.step_seconds  # type: ignore[operator]
+    assert large.peak_bytes > 100 * small.peak_bytes  # type: ignore[operator]
+    assert small.bound == "host"
+    assert large.bound != "host"
+
+
+def test_prices() -> None:
+    step, batch = mlp_step()
+    found = flatout.whatif(step, batch, devices=["h100", "l4"], prices={"h100": 3.6})
+    priced = found["h100"]
+    assert priced.price_per_million_samples == pytest.approx(3.6 / 3600 * priced.step_seconds / 8 * 1e6)  # type: ignore[operator]
+    assert found["l4"].price_per_million_samples is None
+    assert "a million samples" in str(found)
+
+
+def test_a_precision_that_a_gpu_lacks_is_unknown() -> None:
+    step, batch = mlp_step()
+    found = flatout.whatif(step, batch, devices=["t4", "h100"], plan=Plan(precision="bf16"))
+    assert found.predictions[-1].device == "t4"
+    assert found["t4"].step_seconds is None
+    assert found["t4"].samples_per_second is None
+    assert "no rate of T4 in bf16" in found["t4"].reason
+    assert "unknown, because no rate" in str(found)
+
+
+def test_compiling_is_not_predicted_and_said() -> None:
+    step, batch = mlp_step()
+    found = flatout.whatif(step, batch, devices=["h100"], plan=Plan(compile="default"))
+    assert any("torch.compile" in note for note in found.notes)
+
+
+def test_this_machine_under_other_settings() -> None:
+    step, batch = mlp_step()
+    before = [one.clone() for one in step.model.parameters()]
+    threads = torch.get_num_threads()
+    found = flatout.whatif(step, batch, devices=["cpu"], plan=Plan(precision="bf16"), batch_size=16, threads=1)["cpu"]
+    assert found.step_seconds
+    assert found.samples == 16
+    assert found.peak_bytes
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(one, other) for one, other in zip(step.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"devices": ["h1000"]}, "nearest by name"),
+        ({"devices": "h100"}, "a list of names"),
+        ({"devices": []}, "a list of names"),
+        ({"devices": [3]}, "a list of names"),
+        ({"threads": 2}, "for the device 'cpu'"),
+        ({"devices": ["cpu"], "threads": 0}, "at least 1"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"prices": {"h100": 0}}, "above 0"),
+        ({"prices": {"h100": True}}, "above 0"),
+        ({"devices": ["h100"], "prices": {"t4": 1.0}}, "devices asked for: h100"),
+        ({"plan": "bf16"}, "flatout.Plan"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], words: str) -> None:
+    step, batch = mlp_step()
+    with pytest.raises(flatout.FlatoutError, match=words):
+        flatout.whatif(step, batch, **options)
+
+
+def test_what_is_no_step() -> None:
+    with pytest.raises(UsageError, match="TrainStep"):
+        flatout.whatif(nn.Linear(2, 2), torch.zeros(2, 2))  # type: ignore[arg-type]
+
+
+def test_operators_as_on_cuda() -> None:
+    step, batch = gpt_step(dropout=0.1)
+    found = followed(Training.of(step, batch), 6, as_on_cuda=True)
+    attention = [one for one in found if one.operator_class == "attention"]
+    assert sum(one.calls for one in attention if one.part == "forward") == 2
+    assert all(one.name.startswith("aten::_foreach_") for one in found if one.part == "optimizer")
+    products = [one for one in found if one.operator_class == "matmul" and one.part == "forward"]
+    tokens, width = 6 * 16, 16
+    per_layer = 2 * tokens * width * (3 * width + width + 4 * width + 4 * width)
+    head = 2 * tokens * width * len(step.model.head.weight)  # type: ignore[union-attr, arg-type]
+    assert sum(one.flops for one in products) == 2 * per_layer + head
+
+
+def test_a_step_on_a_cpu_as_on_cuda() -> None:
+    """Attention with dropout is a dozen operators on a CPU and one on CUDA; so is dropout."""
+    step, batch = gpt_step(dropout=0.1)
+    training = Training.of(step, batch)
+    follower = OperatorFollower()
+    with training.on_same_memory() as real:
+        own = real.make_step()
+        own(real.batch)
+        with follower, marked(follower):
+            own(real.batch)
+        own.close()
+    assert not follower.fault
+    found = as_one(follower.operators)
+    as_on_cuda = followed(training, 4, as_on_cuda=True)
+    for part in ("forward", "backward"):
+        ours, theirs = (
+            sum(one.calls for one in rows if one.part == part and one.operator_class == "attention")
+            for rows in (found, as_on_cuda)
+        )
+        assert ours == theirs == 2
+        counts = [sum(one.calls for one in rows if one.part == part) for rows in (found, as_on_cuda)]
+        assert counts[0] == pytest.approx(counts[1], rel=0.35)
+
+
+def test_nothing_of_a_fake_step_is_computed() -> None:
+    step, batch = mlp_step()
+    before = [one.clone() for one in step.model.parameters()]
+    with fake_step(Training.of(step, batch), 8, as_on_cuda=False) as fake:
+        fake()
+    assert all(torch.equal(one, other) for one, other in zip(step.model.parameters(), before, strict=True))
+    assert not step.optimizer.state
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(320, 12), torch.randint(3, (320,))), batch_size=32)
+model = nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.1), nn.ReLU(), nn.Linear(24, 3))
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(100):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+open("written.txt", "w").write("done")
+"""
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flatout", "whatif", *words], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command(tmp_path, "--device", "h100", "--device", "t4", "--price", "t4=0.35", "--json", "train.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["samples"] == 32
+    assert {one["device"] for one in found["predictions"]} == {"h100", "t4"}
+    assert all(one["step_seconds"] > 0 and one["peak_bytes"] > 0 for one in found["predictions"])
+    assert not (tmp_path / "written.txt").exists()
+    text = command(tmp_path, "--device", "h100", "--precision", "bf16", "train.py").stdout
+    assert "bf16 where it casts" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "code", "said"),
+    [
+        (["--device", "h1000"], SCRIPT, 2, "nearest by name"),
+        (["--price", "h100"], SCRIPT, 2, "for example h100=2.49"),
+        (["--device", "cpu"], SCRIPT, 2, "GPUs of the catalogue"),
+        ([], "print('no training')", 1, "never trains"),
+        ([], "import torch\nraise ValueError('bad data')", 1, "bad data"),
+    ],
+)
+def test_bad_input(tmp_path: Path, words: list[str], script: str, code: int, said: str) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = command(tmp_path, *words, "train.py")
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "flatout/" not in done.stderr
