@@ -58,6 +58,7 @@ class GpuEntry:
     memory_bytes: int
     memory_bytes_per_second: float
     flops_per_second: Mapping[str, float]  # by dtype; a missing dtype has no published figure; int8 counts integer ones
+    watts: float | None  # of the board; None: no figure has a document
     host_bytes_per_second: float | None  # each way, by generation and lanes of its PCIe link; a slot may give it less
     source: str  # the document of most figures
     sources: Mapping[str, Document]  # by field, or dtype
@@ -83,6 +84,7 @@ class _Fields:
     multiprocessors: int
     memory_gib: int
     memory_gigabytes_per_second: float
+    watts: float | None = None
     pcie: str | None = None
     tera: Mapping[str, float]
     source: str
@@ -178,6 +180,8 @@ def _entry(key: str, fields: _Fields, sources_of_all: Mapping[str, str], documen
     link = sources.pop("pcie")
     if fields.pcie is not None:
         sources["host_bytes_per_second"] = link
+    if fields.watts is None:
+        sources.pop("watts")
     return GpuEntry(
         key=key,
         name=fields.name,
@@ -187,6 +191,7 @@ def _entry(key: str, fields: _Fields, sources_of_all: Mapping[str, str], documen
         memory_bytes=fields.memory_gib * 2**30,
         memory_bytes_per_second=fields.memory_gigabytes_per_second * 1e9,
         flops_per_second={dtype: value * 1e12 for dtype, value in fields.tera.items()},
+        watts=fields.watts,
         host_bytes_per_second=None if fields.pcie is None else _pcie_bytes_per_second(fields.pcie),
         source=documents[fields.source].title,
         sources={figure: documents[source] for figure, source in sources.items()},

@@ -24,8 +24,8 @@ USUAL_DEVICES = ("rtx-4090", "l4", "l40s", "a100-80gb", "h100", "h200", "b200", 
 UNCERTAINTY, UNCERTAINTY_ASSUMED, UNCERTAINTY_RECURRENT = 0.3, 0.5, 0.6
 """As a share: of GPUs like the one that was measured; of others, where it is an assumption; of recurrent layers, of
 which one model alone was measured."""
-UNCERTAINTY_HERE = 0.15
-"""Of nine in ten steps of 7 small models under another precision, batch size or number of threads, on an Intel Xeon."""
+UNCERTAINTY_HERE = 0.2
+"""Of nine in ten steps of 6 small models under another precision, batch size or number of threads, on an Intel Xeon."""
 MEASURED_CAPABILITY = (9, 0)
 ROOM = 0.8
 """Of a GPU's memory: tensors of a script that take less leave enough for what else is there."""
@@ -124,7 +124,13 @@ def on_gpu(operators: Sequence[Operator], gpu: GpuEntry, *, samples: int | None,
     measured = gpu.compute_capability == MEASURED_CAPABILITY
     basis = f"published figures of the GPU, at the shares that an {MEASURED_ON} was measured to reach"
     nothing = Prediction(
-        device=gpu.key, name=gpu.name, step_seconds=None, samples=samples, memory_bytes=gpu.memory_bytes, basis=basis
+        device=gpu.key,
+        name=gpu.name,
+        step_seconds=None,
+        samples=samples,
+        memory_bytes=gpu.memory_bytes,
+        watts=gpu.watts,
+        basis=basis,
     )
     try:
         time = gpu_time(operators, gpu, H100, tf32=tf32)
@@ -223,7 +229,7 @@ def _with_memory(one: Prediction, training: Training, gpu: GpuEntry, samples: in
 
 def _here(training: Training, wanted: Training, samples: int, threads: int | None) -> Prediction:
     from flatout.machine.detect import available_memory_bytes, detect
-    from flatout.predicted_time.replayed import replayed
+    from flatout.predicted_time.replayed import NotReplayableError, replayed
     from flatout.sizing.forecasting import forecast_training
     from flatout.sizing.target import find_target
 
@@ -239,6 +245,8 @@ def _here(training: Training, wanted: Training, samples: int, threads: int | Non
         return replace(nothing, reason=f"the model is on {training.device_type}, and the present step is what is timed")
     try:
         time = replayed(training, wanted, samples=training.samples, other_samples=samples, threads=threads)
+    except NotReplayableError as error:
+        return replace(nothing, reason=str(error))
     except FlatoutError:
         raise
     except Exception as error:  # a step that cannot run on fake tensors, or not at all

@@ -39,6 +39,8 @@ class Prediction:
     memory_bytes: int | None = None
     """That the device has."""
     fits: bool | None = None
+    watts: float | None = None
+    """Of the GPU's board, published."""
     price_per_hour: float | None = None
     """As it was given."""
 

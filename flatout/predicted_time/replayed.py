@@ -8,11 +8,12 @@ beyond its operators some time for each call is what launching takes, and the re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatout.predicted_time.fake_steps import fake_step
+from flatout.profiling.operator_classes import moves_no_data, operator_class
 from flatout.statistics import median
 
 if TYPE_CHECKING:
@@ -22,13 +23,19 @@ if TYPE_CHECKING:
 
     from flatout.sizing.training import Training
 
-OPERATOR_SECONDS, OPERATOR_CALLS = 0.03, 3
-"""Each operator is called at least so often and so long."""
-STEP_SECONDS, STEP_CALLS = 1.0, 3
+OPERATOR_SECONDS, OPERATOR_CALLS = 0.015, 2
+"""Each operator is called at least so often and so long, in each pass."""
+STEP_SECONDS, STEP_CALLS = 0.7, 3
+PASSES = 2
+"""Some seconds apart, of which the faster counts: other work on the machine slows one of them down."""
 CALL_SECONDS = 6e-6
 """That Python, the dispatcher and the autograd engine take for one operator: seen on an Intel Xeon with steps of 1 ms,
 which are little else."""
 _SKIPPED = ("prim", "profiler")
+
+
+class NotReplayableError(Exception):
+    """Why a step cannot be timed operator by operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +76,8 @@ class _Call:
     args: Any
     kwargs: Any
     count: int = 0
+    seconds: float | None = None
+    """Of one call, in the pass in which it was fastest; None: it cannot be called by itself."""
 
 
 def replayed(
@@ -76,20 +85,28 @@ def replayed(
 ) -> ReplayedTime:
     """The step of `other` with `other_samples` on so many threads (None: as now), from the present one with `samples`.
 
-    Weights and all else of the user's are as before afterwards.
+    Weights and all else of the user's are as before afterwards. Raises NotReplayableError for recurrent layers: their
+    backward operator reads addresses from a workspace, which only their forward operator can fill.
     """
     import torch
 
-    measured = _measured(present)
+    from flatout.torch_private.attributes import name_in_schema
+
     present_calls, calls = _calls(present, samples), _calls(other, other_samples)
-    now, now_left_out = _replay(present_calls)
+    if any(operator_class(name_in_schema(call.operation)) == "recurrent" for call in (*present_calls, *calls)):
+        raise NotReplayableError("recurrent layers cannot be timed operator by operator")
+    taken: list[float] = []
     before = torch.get_num_threads()
-    try:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        then, left_out = _replay(calls)
-    finally:
-        torch.set_num_threads(before)
+    for _ in range(PASSES):
+        taken.append(_measured(present))
+        _time(present_calls)
+        try:
+            if threads is not None:
+                torch.set_num_threads(threads)
+            _time(calls)
+        finally:
+            torch.set_num_threads(before)
+    measured, now, then = min(taken), _total(present_calls), _total(calls)
     launching = min(max(0.0, measured - now), CALL_SECONDS * sum(call.count for call in present_calls))
     in_calls = (measured - launching) / now if now else 1.0
     seconds = then * in_calls + launching * sum(call.count for call in calls) / sum(
@@ -100,7 +117,7 @@ def replayed(
         operator_seconds=then,
         measured_seconds=measured,
         present_operator_seconds=now,
-        left_out=tuple(dict.fromkeys((*now_left_out, *left_out))),
+        left_out=tuple(dict.fromkeys(str(call.operation) for call in (*present_calls, *calls) if not call.seconds)),
     )
 
 
@@ -123,7 +140,6 @@ def _measured(training: Training) -> float:
 
 
 def _calls(training: Training, samples: int) -> Sequence[_Call]:
-    from flatout.profiling.operator_classes import moves_no_data
     from flatout.torch_private.attributes import name_in_schema
     from flatout.torch_private.dispatch import ListeningMode
 
@@ -190,18 +206,12 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if half else value
 
 
-def _replay(calls: Sequence[_Call]) -> tuple[float, list[str]]:
-    """(seconds of all calls, operators that could not be called)"""
-    total, left_out = 0.0, []
-    for call, seconds in _timed(calls):
-        if seconds is None:
-            left_out.append(str(call.operation))
-        else:
-            total += call.count * seconds
-    return total, left_out
+def _total(calls: Sequence[_Call]) -> float:
+    return sum(call.count * call.seconds for call in calls if call.seconds is not None)
 
 
-def _timed(calls: Sequence[_Call]) -> Iterator[tuple[_Call, float | None]]:
+def _time(calls: Sequence[_Call]) -> None:
+    """One pass over all: the median of each, kept where it is the fastest yet."""
     import torch
 
     with torch.no_grad():
@@ -214,6 +224,6 @@ def _timed(calls: Sequence[_Call]) -> Iterator[tuple[_Call, float | None]]:
                     began = time.perf_counter()
                     call.operation(*args, **kwargs)
                     taken.append(time.perf_counter() - began)
-                yield call, median(taken)
             except Exception:  # it needs values that fit each other, or a state; the others go on
-                yield call, None
+                continue
+            call.seconds = median(taken) if call.seconds is None else min(call.seconds, median(taken))

@@ -14,7 +14,7 @@ def whatif_text(found: WhatIf) -> str:
     samples = "" if found.samples is None else f" of {found.samples:,} samples"
     lines = [f"{found.name} · one step{samples} · products in {found.precision} · predicted, not measured"]
     rows = [_row(one) for one in found.predictions]
-    widths = [max(len(row[place]) for row in rows) for place in range(5)]
+    widths = [max(len(row[place]) for row in rows) for place in range(6)]
     for one, row in zip(found.predictions, rows, strict=True):
         *cells, bound = row
         aligned = [
@@ -32,7 +32,7 @@ def whatif_text(found: WhatIf) -> str:
     return "\n".join(lines)
 
 
-def _row(one: Prediction) -> tuple[str, str, str, str, str, str]:
+def _row(one: Prediction) -> tuple[str, str, str, str, str, str, str]:
     if one.step_seconds is None or one.low_seconds is None or one.high_seconds is None:
         step, rate = "?", ""
     else:
@@ -41,7 +41,8 @@ def _row(one: Prediction) -> tuple[str, str, str, str, str, str]:
         rate = "" if one.samples_per_second is None else format_rate(one.samples_per_second, "samples/s")
     price = one.price_per_million_samples
     cost = "" if price is None else f"{price:.3g} a million samples"
-    return one.name, step, rate, _memory(one), cost, _bound(one)
+    power = "" if one.watts is None else f"{one.watts:.0f} W"
+    return one.name, step, rate, _memory(one), power, cost, _bound(one)
 
 
 def _memory(one: Prediction) -> str:

@@ -8,6 +8,7 @@ from flatout.diagnose.finding import Finding
 from flatout.machine.bandwidth_peak import NO_GPU
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Cpu, Gpu, Machine
+from flatout.machine.published_peaks import published_peaks
 from flatout.machine.torch_builds import InstallAdvice
 from flatout.units import format_bytes, format_rate
 
@@ -81,7 +82,20 @@ def _gpu(gpu: Gpu) -> str:
         parts.append(f"{gpu.multiprocessors} multiprocessors")
     if gpu.memory_total_bytes is not None and gpu.memory_free_bytes is not None:
         parts.append(f"{format_bytes(gpu.memory_total_bytes)}, {format_bytes(gpu.memory_free_bytes)} free")
-    return ", ".join(parts) + (f"; fast in {', '.join(gpu.fast_dtypes)}" if gpu.fast_dtypes else "")
+    text = ", ".join(parts) + (f"; fast in {', '.join(gpu.fast_dtypes)}" if gpu.fast_dtypes else "")
+    return f"{text}{_published(gpu)}"
+
+
+def _published(gpu: Gpu) -> str:
+    """What its documents promise, where the catalogue has it."""
+    entry, _ = published_peaks(gpu.name)
+    if entry is None:
+        return ""
+    dtype = next((one for one in ("bf16", "fp16", "fp32") if one in entry.flops_per_second), None)
+    figures = [format_rate(entry.memory_bytes_per_second, "B/s")]
+    figures += [] if dtype is None else [f"{format_rate(entry.flops_per_second[dtype], 'FLOP/s')} in {dtype}"]
+    figures += [] if entry.watts is None else [f"{entry.watts:.0f} W"]
+    return f"; published: {', '.join(figures)}"
 
 
 def _torch(machine: Machine) -> str:

@@ -50,6 +50,7 @@ def test_a_missing_dtype_has_no_figure() -> None:
 def test_every_figure_has_a_source(entry: GpuEntry) -> None:
     fields = {"compute_capability", "multiprocessors", "memory_bytes", "memory_bytes_per_second"}
     fields |= {"host_bytes_per_second"} if entry.host_bytes_per_second is not None else set()
+    fields |= {"watts"} if entry.watts is not None else set()
     assert set(entry.sources) == fields | set(entry.flops_per_second)
     assert entry.source
     assert all(document.title for document in entry.sources.values())
@@ -59,6 +60,12 @@ def test_the_link_to_the_host_is_that_of_the_product() -> None:
     rates = {key: catalogue_entry(key).host_bytes_per_second for key in ("t4", "rtx-4060", "rtx-4090", "h100")}
     assert rates == pytest.approx({"t4": 15.75e9, "rtx-4060": 15.75e9, "rtx-4090": 31.5e9, "h100": 63.0e9}, rel=1e-3)
     assert catalogue_entry("gh200-96gb").host_bytes_per_second is None  # NVLink-C2C, not PCIe
+
+
+def test_the_power_of_the_board() -> None:
+    assert [catalogue_entry(key).watts for key in ("t4", "rtx-4090", "h100", "b200")] == [70, 450, 700, 1000]
+    assert catalogue_entry("gh200-96gb").watts is None
+    assert all(entry.watts is None or 70 <= entry.watts <= 1000 for entry in catalogue())
 
 
 def test_every_document_is_used_and_what_no_copy_confirms_is_known() -> None:

@@ -114,6 +114,20 @@ def test_this_machine_under_other_settings() -> None:
     assert all(torch.equal(one, other) for one, other in zip(step.model.parameters(), before, strict=True))
 
 
+def test_recurrent_layers_are_not_timed_one_by_one() -> None:
+    """Their backward operator would read addresses from a workspace of zeros."""
+    config = flatout.models.RecurrentClassifierConfig(
+        cell="lstm", vocab_size=16, embedding_width=8, hidden_width=8, classes=3, layers=1
+    )
+    model = flatout.models.RecurrentClassifier(config)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    batch = torch.randint(16, (4, 6)), torch.randint(3, (4,))
+    found = flatout.whatif(step, batch, devices=["cpu", "h100"])
+    assert found["cpu"].step_seconds is None
+    assert "recurrent" in found["cpu"].reason
+    assert found["h100"].step_seconds
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
