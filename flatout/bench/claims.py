@@ -210,7 +210,7 @@ CLAIMS = (
         quantity="speedup",
         low=1.8,
         needs="two GPUs",
-        why_not="choosing between strategies on several devices is not built yet",
+        why_not="the bench does not start ranks yet; python -m benchmarks.parallel.overhead measures their scaling",
     ),
     # the table of rates
     Claim(
