@@ -36,7 +36,8 @@ def fake_step(training: Training, samples: int, *, as_on_cuda: bool) -> Iterator
     fake = on_fake_copies(world, training, samples)
     if as_on_cuda:
         default_to_foreach(fake.optimizer)
-    cuda = operations_as_on_cuda() if as_on_cuda else contextlib.nullcontext()
+    on_cpu = training.device_type == "cpu"
+    cuda = operations_as_on_cuda() if as_on_cuda and on_cpu else contextlib.nullcontext()
     with torch_keeps_quiet(), generators_kept(), world, cuda, ValuesForOptimizers():
         step = fake.make_step()
         try:

@@ -73,8 +73,7 @@ def whatif(
     gpus = [catalogue_entry(name) for name in names if name != CPU]
     found: list[Prediction] = []
     if gpus:
-        _check_followed(wanted)
-        operators = followed(wanted, samples, as_on_cuda=True)
+        operators = _followed(wanted, samples)
         tf32 = wanted.plan.matmul_precision in ("high", "medium")
         for gpu in gpus:
             predicted = on_gpu(operators, gpu, samples=samples, tf32=tf32)
@@ -207,13 +206,17 @@ def _device_names(devices: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(one if one == CPU else catalogue_entry(one).key for one in devices))
 
 
-def _check_followed(training: Training) -> None:
-    if training.device_type != CPU:
+def _followed(training: Training, samples: int) -> tuple[Operator, ...]:
+    try:
+        return followed(training, samples, as_on_cuda=True)
+    except FlatoutError:
+        raise
+    except Exception as error:  # control flow depends on values, or an operation has no fake form: .numpy()
         raise UsageError(
-            f"the model is on {training.device_type}",
-            limit="other GPUs are predicted from operators as they are followed on a CPU",
-            remedy="make the same training with a model on the CPU: nothing of it is computed",
-        )
+            f"the step cannot be followed on fake tensors: {describe_error(error)}",
+            limit="without them a GPU that is not here cannot be predicted",
+            remedy="as a script it can: flatout whatif train.py",
+        ) from error
 
 
 def _with_memory(one: Prediction, training: Training, gpu: GpuEntry, samples: int) -> Prediction:

@@ -150,6 +150,18 @@ def test_options_that_mean_nothing(options: dict[str, Any], words: str) -> None:
         flatout.whatif(step, batch, **options)
 
 
+def test_a_step_that_depends_on_values() -> None:
+    model = nn.Linear(4, 3)
+
+    def reads(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        value = loss(model, batch)
+        return value * 2 if value.item() > 1e9 else value
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), reads)
+    with pytest.raises(UsageError, match="cannot be followed on fake tensors"):
+        flatout.whatif(step, (torch.randn(4, 4), torch.randint(3, (4,))), devices=["h100"])
+
+
 def test_what_is_no_step() -> None:
     with pytest.raises(UsageError, match="TrainStep"):
         flatout.whatif(nn.Linear(2, 2), torch.zeros(2, 2))  # type: ignore[arg-type]
