@@ -351,8 +351,8 @@ RECORDS = {
     "Differences",
     "ExportReport",
     "Finding",
-    "FitToMemory",
     "FitResult",
+    "FitToMemory",
     "Generation",
     "InferenceTuning",
     "LargestBatch",
@@ -360,14 +360,16 @@ RECORDS = {
     "Measurement",
     "MemoryForecast",
     "Piece",
+    "Prediction",
     "Predictions",
     "ProfileResult",
     "Proof",
+    "Ranks",
     "RunResult",
     "Stream",
     "Trial",
     "TuneResult",
-    "Ranks",
+    "WhatIf",
 }
 """What others return, and nobody makes."""
 

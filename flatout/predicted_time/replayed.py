@@ -1,15 +1,16 @@
 """What a step would take on this machine under another plan, batch size or number of threads, without taking it.
 
 Each operator that the step would call is timed by itself, on tensors of its shapes. Its parts do not add up to a step:
-caches, Python and the autograd engine are missing. So the present step is both taken and replayed: of what it takes
-beyond its operators some time for each call is what launching takes, and the rest lengthens operators in proportion.
+caches, Python and the autograd engine are missing. So the present step is both taken and replayed. Of what it takes
+beyond its operators, some time for each call is what launching takes. The rest is memory that is not as near as in a
+replay: it grows with the bytes that operators read, and on fewer threads as the present operators do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.predicted_time.fake_steps import fake_step
@@ -58,11 +59,21 @@ class _TensorLike:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def size_bytes(self) -> int:
+        return self._count * self.dtype.itemsize
+
+    @property
+    def _count(self) -> int:
+        """Numbers in memory, of which an expanded tensor has fewer than it shows."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
     def make(self) -> Tensor:
         import torch
 
-        count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        count = 0 if 0 in self.shape else count
+        count = self._count
         if self.dtype.is_floating_point or self.dtype.is_complex:
             flat = torch.rand(count).add_(0.5).to(self.dtype)  # no zeros, infinities or denormals on the way
         else:
@@ -78,6 +89,10 @@ class _Call:
     count: int = 0
     seconds: float | None = None
     """Of one call, in the pass in which it was fastest; None: it cannot be called by itself."""
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(one.size_bytes for one in _tensors_in((self.args, self.kwargs)))
 
 
 def replayed(
@@ -97,23 +112,29 @@ def replayed(
         raise NotReplayableError("recurrent layers cannot be timed operator by operator")
     taken: list[float] = []
     before = torch.get_num_threads()
+    on_threads = [replace(call) for call in present_calls] if threads is not None else present_calls
     for _ in range(PASSES):
         taken.append(_measured(present))
         _time(present_calls)
         try:
             if threads is not None:
                 torch.set_num_threads(threads)
+                _time(on_threads)
             _time(calls)
         finally:
             torch.set_num_threads(before)
-    measured, now, then = min(taken), _total(present_calls), _total(calls)
-    launching = min(max(0.0, measured - now), CALL_SECONDS * sum(call.count for call in present_calls))
-    in_calls = (measured - launching) / now if now else 1.0
-    seconds = then * in_calls + launching * sum(call.count for call in calls) / sum(
-        call.count for call in present_calls
-    )
+    measured, now, then = min(taken), _seconds(present_calls), _seconds(calls)
+    if not now:
+        raise NotReplayableError("none of the step's operators could be timed by itself")
+    launching = min(max(0.0, measured - now), CALL_SECONDS * _count(present_calls))
+    rest = measured - now - launching
+    if rest > 0:
+        rest *= _read_bytes(calls) / max(1, _read_bytes(present_calls)) * _seconds(on_threads) / now
+    else:  # replayed operators took longer than the step: other work slowed them down
+        then *= (measured - launching) / now
+        rest = 0.0
     return ReplayedTime(
-        step_seconds=seconds,
+        step_seconds=then + launching * _count(calls) / _count(present_calls) + rest,
         operator_seconds=then,
         measured_seconds=measured,
         present_operator_seconds=now,
@@ -206,8 +227,26 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if half else value
 
 
-def _total(calls: Sequence[_Call]) -> float:
+def _seconds(calls: Sequence[_Call]) -> float:
     return sum(call.count * call.seconds for call in calls if call.seconds is not None)
+
+
+def _count(calls: Sequence[_Call]) -> int:
+    return sum(call.count for call in calls)
+
+
+def _read_bytes(calls: Sequence[_Call]) -> int:
+    return sum(call.count * call.read_bytes for call in calls)
+
+
+def _tensors_in(value: Any) -> Iterator[_TensorLike]:
+    if isinstance(value, _TensorLike):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
 
 
 def _time(calls: Sequence[_Call]) -> None:
