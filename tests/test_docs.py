@@ -185,6 +185,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "cache"))
     # measuring them takes seconds, and more on a busy machine
     monkeypatch.setattr("flatout.tuning.step_tuning.machine_with_ceilings", lambda progress: detect())
+    monkeypatch.setattr("flatout.predicted_time.replayed.OPERATOR_SECONDS", 0.0)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}  # a later block goes on from those before
     for block in blocks:

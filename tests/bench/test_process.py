@@ -98,11 +98,13 @@ def test_ctrl_c_is_the_parents_also_while_a_contender_loads(tiny: object) -> Non
     process.close()
 
 
+@pytest.mark.slow
 def test_a_function_runs_in_a_process_of_its_own(tiny: object) -> None:
     assert in_child(tiny.double, 21) == 42  # type: ignore[attr-defined]
     assert in_child(tiny.epoch_of_two_workers) == 4  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="ends its parent")
 def test_a_contender_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "tiny_contender.py").write_text(TINY)

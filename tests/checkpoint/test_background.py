@@ -132,6 +132,7 @@ def test_the_folder_is_freed_when_nobody_holds_it(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path).at(1).load()["extra"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_finishes_its_save_and_tells_of_a_failure(tmp_path: Path) -> None:
     program = f"""
 import sys, time, torch

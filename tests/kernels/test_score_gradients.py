@@ -80,8 +80,7 @@ def ours(
 
 @here
 @pytest.mark.usefixtures("several_blocks")
-@pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("classes", [1, 16, 37])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (1, 37), (7, 16), (7, 37)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_equals_torch_in_float64(rows: int, classes: int, smoothing: float, reduction: Any) -> None:
@@ -143,10 +142,8 @@ def test_half_precision_is_no_further_off_than_torch(dtype: torch.dtype) -> None
 
 @here
 @pytest.mark.usefixtures("several_blocks")
-@pytest.mark.parametrize("rows", [1, 23])
-@pytest.mark.parametrize("classes", [1, 8, 16, 37])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (1, 37), (9, 8), (9, 37)])
+@pytest.mark.parametrize(("smoothing", "reduction"), [(0.0, "mean"), (0.1, "sum")])
 def test_by_classes_in_chunks_of_all_sizes(rows: int, classes: int, smoothing: float, reduction: Any) -> None:
     tensors = made(rows, classes, torch.bfloat16, ignored=0.3 if rows > 1 else 0.0)
     how = {"label_smoothing": smoothing, "reduction": reduction}

@@ -114,6 +114,7 @@ def test_a_failure_is_told_on_every_machine(several: Machines) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_lost_machine_is_done_without(several: Machines) -> None:
     several.script("open(f'at{rank}-{again}', 'w')\nif again == '0': time.sleep(1000)\nprint(os.environ['WORLD_SIZE'])")
     options = ("--max-restarts", "1", "--min-nnodes", "2", "--join-timeout", "2s")

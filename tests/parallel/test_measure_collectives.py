@@ -35,6 +35,7 @@ def measured(folder: Path, ranks: int) -> list[Timings]:
     return [decode(Timings, json.loads((folder / f"found.{rank}").read_text())) for rank in range(ranks)]
 
 
+@pytest.mark.slow
 def test_all_ranks_find_the_same(run_ranks: RunRanks, tmp_path: Path) -> None:
     ended = run_ranks(MEASURE, 3, 1.0, 16_384, tmp_path / "found")
     assert [code for code, _, _ in ended] == [0, 0, 0], ended

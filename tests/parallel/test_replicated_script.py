@@ -70,6 +70,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_device(run: Run, tmp_path: Path) -> None:
     """Batches of 7 and a last one of 3 samples: shares differ, and each loss counts by its samples."""
     source = (
@@ -95,6 +96,7 @@ assert torch.load("model.pt")["0.weight"].shape == (8, 6)
     assert any("2 ranks trained" in note for note in document["plan_notes"])
 
 
+@pytest.mark.slow
 def test_ranks_that_decide_by_their_own_loss_end_with_the_reason(run: Run) -> None:
     stopping = LOOP.replace("optimizer.step()", "optimizer.step()\n        if loss.item() < 1.02: sys.exit()")
     ended = run(BEGIN + stopping, "--devices", "2", "--no-report")

@@ -18,6 +18,7 @@ import flatout
 from flatout import Plan, TrainStep
 from flatout.errors import UsageError
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig
+from flatout.predicted_time import replayed
 from flatout.predicted_time.fake_steps import fake_step, followed
 from flatout.predicted_time.predicting import USUAL_DEVICES
 from flatout.profiling.following import OperatorFollower
@@ -102,6 +103,14 @@ def test_compiling_is_not_predicted_and_said() -> None:
     assert any("torch.compile" in note for note in found.notes)
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators and steps are timed for as short as it goes: the test does not ask how well."""
+    monkeypatch.setattr(replayed, "OPERATOR_SECONDS", 0.0)
+    monkeypatch.setattr(replayed, "STEP_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("quick")
 def test_this_machine_under_other_settings() -> None:
     step, batch = mlp_step()
     before = [one.clone() for one in step.model.parameters()]

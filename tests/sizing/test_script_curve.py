@@ -67,6 +67,7 @@ def test_a_loader_that_drops_its_last_batch_is_varied_too(tmp_path: Path) -> Non
     assert [point.batch_size for point in found.points] == [1, 2, 4, 8, 16]
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, start = [], TrialProcess.start
 

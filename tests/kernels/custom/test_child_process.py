@@ -31,6 +31,7 @@ def checked(folder: Path, text: str, **options: object) -> flatout.kernels.Kerne
     return flatout.kernels.check(file, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_crash_is_told_with_its_line_and_the_smallest_case(tmp_path: Path) -> None:
     text = "def kernel(x):\n    if len(x) > 6:\n        ctypes.string_at(8)\n    return 2 * x\n"
     told: list[str] = []
@@ -45,6 +46,7 @@ def test_a_crash_is_told_with_its_line_and_the_smallest_case(tmp_path: Path) -> 
     assert any(text.startswith("forward: n=") for text in told)
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "NARROWINGS", 0)
     monkeypatch.setattr(parent, "HANG_SECONDS", 1.0)

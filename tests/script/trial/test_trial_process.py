@@ -83,6 +83,7 @@ def use_surroundings():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
