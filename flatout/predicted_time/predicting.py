@@ -30,8 +30,9 @@ MEASURED_CAPABILITY = (9, 0)
 ROOM = 0.8
 """Of a GPU's memory: tensors of a script that take less leave enough for what else is there."""
 HOST_NOTE = (
-    "the host's time is that of one virtual machine (Intel Xeon): another host may need half, or twice as long; larger "
-    "batches, CUDA graphs and torch.compile help there"
+    "bound by the host: launching one operator after the other takes longer than computing them. Its time is that of "
+    "one virtual machine (Intel Xeon); another may need half, or twice as long. Larger batches, CUDA graphs and "
+    "torch.compile help there"
 )
 CPU = "cpu"
 
