@@ -23,6 +23,7 @@ Without one, the script runs until its first recognized step, and then waits for
     window  levers, settle, steps, suspended -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps               -> where the time of each step went
     work                                   -> what one step computes (`StepWork`)
+    operators  levers                      -> every operator of one step (`StepOperators`)
     peak  levers, steps                    -> peak memory of a step's tensors
     numerics  levers, request              -> losses, gradients and final weights of the next steps (`NumericsRequest`)
     stop                                   -> the process leaves at once
