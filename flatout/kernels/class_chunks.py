@@ -144,9 +144,9 @@ class LossByClasses(torch.autograd.Function):
             if of_bias is not None:
                 of_bias[part] = by_score.sum(0, dtype=torch.float32)
             if of_weight is not None:
-                _product(of_weight[part], by_score.T, read, add=False)
+                product(of_weight[part], by_score.T, read, add=False)
             if of_hidden is not None:
-                _product(of_hidden, by_score, scores.weight_of(chunk), add=chunk is not chunks[-1])
+                product(of_hidden, by_score, scores.weight_of(chunk), add=chunk is not chunks[-1])
         for one in (of_weight, of_bias):
             if one is not None:
                 one[chunks[-1].end :] = 0  # what pads the classes
@@ -182,14 +182,18 @@ def _stride(chunk: ClassChunk) -> int:
     return -(-chunk.classes // ALIGNED) * ALIGNED
 
 
-def _product(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+def product(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
     """out = left @ right, or out += left @ right, summed up in out's dtype."""
-    if out.dtype == left.dtype:
+    wider = out.is_cuda and torch.version.hip is None and out.dtype == torch.float32
+    if out.dtype == left.dtype and add:
+        out.addmm_(left, right)
+    elif out.dtype == left.dtype:
         torch.mm(left, right, out=out)
-    elif not out.is_cuda or out.dtype != torch.float32:
-        product = left @ right
-        out.copy_(out + product if add else product)
-    elif add:  # no product in the narrower dtype is written and read again
+    elif wider and add:  # no product in the narrower dtype is written and read again
         torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-    else:
+    elif wider:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
+    elif add:
+        out += left @ right
+    else:
+        out.copy_(left @ right)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from flatout.arguments import wrong
 from flatout.errors import UsageError
-from flatout.kernels.class_chunks import CHUNK_BYTES_ON_GPU, LossByClasses
+from flatout.kernels.class_chunks import CHUNK_BYTES_ON_GPU, LossByClasses, product
 from flatout.torch_private.dispatch import keeps_graph
 
 Reduction = Literal["mean", "sum"]
@@ -210,7 +210,7 @@ class _Terms:
             if of_hidden is not None:
                 torch.mm(by_score, self.weight, out=of_hidden[part])
             if of_weight is not None:
-                _add_product(of_weight[:classes], by_score.T, self.hidden[part])
+                product(of_weight[:classes], by_score.T, self.hidden[part], add=True)
         return of_hidden, of_weight, of_bias
 
     def _run_on_matrix_units(
@@ -309,16 +309,6 @@ def _on_matrix_units(hidden: Tensor, weight: Tensor) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed up in total's dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda and torch.version.hip is None:  # no product in the narrower dtype is written and read again
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
 
 
 def _explain_targets(terms: _Terms, error: Exception) -> None:

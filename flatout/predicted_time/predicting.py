@@ -140,13 +140,20 @@ def on_gpu(operators: Sequence[Operator], gpu: GpuEntry, *, samples: int | None,
     if any(kind.startswith("recurrent") for kind in time.by_kind):
         uncertainty = UNCERTAINTY_RECURRENT
     return replace(
-        nothing,
-        step_seconds=time.step_seconds,
-        low_seconds=time.step_seconds / (1 + uncertainty),
-        high_seconds=time.step_seconds * (1 + uncertainty),
+        _within(nothing, time.step_seconds, uncertainty),
         device_seconds=time.device_seconds,
         host_seconds=time.host_seconds,
         by_kind=time.by_kind,
+    )
+
+
+def _within(one: Prediction, seconds: float, uncertainty: float) -> Prediction:
+    """A prediction that is `uncertainty` too low is of a step that takes 1 / (1 - uncertainty) times as long."""
+    return replace(
+        one,
+        step_seconds=seconds,
+        low_seconds=seconds / (1 + uncertainty),
+        high_seconds=seconds / (1 - uncertainty),
     )
 
 
@@ -256,11 +263,10 @@ def _here(training: Training, wanted: Training, samples: int, threads: int | Non
     except Exception as error:  # a step that cannot run on fake tensors, or not at all
         return replace(nothing, reason=describe_error(error))
     forecast = forecast_training(wanted, find_target(CPU, training.model), samples)
+    missing = ", ".join(time.left_out)
     return replace(
-        nothing,
-        step_seconds=time.step_seconds,
-        low_seconds=time.step_seconds / (1 + UNCERTAINTY_HERE),
-        high_seconds=time.step_seconds * (1 + UNCERTAINTY_HERE),
+        _within(nothing, time.step_seconds, UNCERTAINTY_HERE),
+        basis=f"{nothing.basis}, but for {missing}" if missing else nothing.basis,
         device_seconds=time.step_seconds,
         peak_bytes=forecast.peak_bytes,
         fits=forecast.peak_bytes * (1 + forecast.uncertainty) <= available_memory_bytes(),

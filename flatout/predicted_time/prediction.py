@@ -20,7 +20,7 @@ class Prediction:
     low_seconds: float | None = None
     high_seconds: float | None = None
     """The step is expected between these: as far as nine of ten predictions were off for models that were measured and
-    left out of the fit; wider, without a measurement, for other GPUs."""
+    left out of the fit, recurrent ones aside; wider, without a measurement, for those and for other GPUs."""
     reason: str = ""
     """Why step_seconds is None."""
     basis: str

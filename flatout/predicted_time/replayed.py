@@ -41,14 +41,9 @@ class NotReplayableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedTime:
-    """Seconds of a step that was not taken, and what they are made from."""
+    """Of a step that was not taken."""
 
     step_seconds: float
-    operator_seconds: float
-    """Of its operators, each timed by itself."""
-    measured_seconds: float
-    """Of the present step."""
-    present_operator_seconds: float
     left_out: tuple[str, ...]
     """Operators that cannot be called by themselves."""
 
@@ -135,9 +130,6 @@ def replayed(
         rest = 0.0
     return ReplayedTime(
         step_seconds=then + launching * _count(calls) / _count(present_calls) + rest,
-        operator_seconds=then,
-        measured_seconds=measured,
-        present_operator_seconds=now,
         left_out=tuple(dict.fromkeys(str(call.operation) for call in (*present_calls, *calls) if not call.seconds)),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -106,11 +107,13 @@ def marked(follower: OperatorFollower) -> Iterator[None]:
     """Know which operators are of one attention or dropout: a CPU may compute in many what CUDA does in one."""
     from torch.nn import functional
 
+    numbers = itertools.count()
+
     def within(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                with follower.within(name):
+                with follower.within(f"{name}{next(numbers)}"):  # a module, or none, may call it several times
                     return original(*args, **kwargs)
 
             return call
@@ -131,7 +134,7 @@ def as_one(operators: Iterable[FollowedOperator]) -> tuple[Operator, ...]:
     together: dict[tuple[str, str], list[FollowedOperator]] = {}
     for one in operators:
         name = one.origin.module.rpartition(".")[2]
-        if name in (ATTENTION, DROPOUT) and one.phase in ("forward", "backward", "other"):
+        if name.startswith((ATTENTION, DROPOUT)) and one.phase in ("forward", "backward", "other"):
             together.setdefault((one.origin.module, one.phase), []).append(one)
         else:
             apart.append(one)
@@ -139,11 +142,11 @@ def as_one(operators: Iterable[FollowedOperator]) -> tuple[Operator, ...]:
 
 
 def _fused(module: str, same: Sequence[FollowedOperator]) -> Operator:
-    """All calls of one module's attention, or dropout, in one direction."""
+    """One call of attention, or dropout, in one direction."""
     backward = same[0].phase == "backward"
     flops = sum(one.flops or 0.0 for one in same)
     products = [one for one in same if one.flops]
-    if module.endswith(ATTENTION) and flops:
+    if ATTENTION in module and flops:
         return Operator(
             name="aten::_scaled_dot_product_attention" + "_backward" * backward,
             operator_class="attention",
