@@ -50,8 +50,8 @@ def bench(
     """Measure fixed workloads on this machine, beside plain torch and the peers that are installed.
 
     Contenders take turns, each in a process of its own; peers at their fastest of several settings. With 'claims':
-    every figure that popular guides on PyTorch state, and whether it holds here. Exit code: 0; 1 if nothing could be
-    measured; 2 a name or a file cannot be used.
+    every figure that popular guides on PyTorch state, and whether it holds here. Ctrl-C ends it early, with what was
+    measured until then. Exit code: 0; 1 if nothing could be measured; 2 a name or a file cannot be used.
     """
     from flatout.errors import UsageError
     from flatout.report.document import to_text, write_document
