@@ -24,8 +24,9 @@ _ALSO_TAKEN: dict[object, tuple[type, ...]] = {float: (float, int)}
 def decode(kind: type[T], data: object) -> T:
     """A `kind`, as JSON or TOML hold it: a dataclass as an object, a tuple as an array, whatever is in them likewise.
 
-    Fields may be of any such dataclass, str, int, float, bool, object, tuple, Mapping with texts as keys, Literal, and
-    unions of these with None. A field that is missing gets its default. Raises TypeError for anything else.
+    Fields may be of any such dataclass, NamedTuple (an object too), str, int, float, bool, object, tuple, Mapping with
+    texts as keys, Literal, and unions of these with None. A field that is missing gets its default. Raises TypeError
+    for anything else.
     """
     made = _decoded(kind, data, kind.__name__)
     assert isinstance(made, kind)
@@ -37,6 +38,8 @@ def _decoded(hint: object, data: object, name: str) -> object:
         return data
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _instance(hint, _fields(hint), data, name)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _instance(hint, get_type_hints(hint), data, name)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _first_that_fits(arguments, data, name)

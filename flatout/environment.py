@@ -1,7 +1,8 @@
 """Environment variables, read in one place: a typed function for every variable that Flatout uses.
 
 Reading `os.environ` anywhere else is a defect: a variable that is read in twenty places cannot be listed, documented or
-tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices` and `follow_children` write.
+tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices`, `follow_children` and
+`quiet_profiler` write.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     FLATOUT_RUNS_DIR       where runs keep their state while they run (else XDG_RUNTIME_DIR, else the temporary folder)
@@ -10,6 +11,7 @@ tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices
     CUBLAS_WORKSPACE_CONFIG, PYTHONHASHSEED  what a deterministic run sets, where they are not set
     OMP_NUM_THREADS        threads for the CPU work of torch
     ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
+    KINETO_LOG_LEVEL       how much torch's profiler logs of itself
     LD_PRELOAD             whether another allocator is in place already
     CUDA_HOME, CUDA_PATH   where nvcc is
     TORCH_CUDA_ARCH_LIST   the GPU architectures that CUDA sources are built for
@@ -168,6 +170,11 @@ def rank() -> int | None:
     return _number("RANK")
 
 
+def world_size() -> int | None:
+    """WORLD_SIZE as set by torchrun: how many ranks there are on all machines."""
+    return _number("WORLD_SIZE")
+
+
 def local_rank() -> int | None:
     """LOCAL_RANK as set by torchrun: the number of this process on this machine."""
     return _number("LOCAL_RANK")
@@ -307,6 +314,24 @@ def with_preloaded(library: str) -> dict[str, str]:
     return {**os.environ, "LD_PRELOAD": " ".join(part for part in (library, preloaded_libraries()) if part)}
 
 
+_PROFILERS_LOG_LEVEL = "KINETO_LOG_LEVEL"
+_NOTHING_LOGGED = "6"
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Within, torch's profiler does not log that it starts and stops, unless the user has set how much it logs. It
+    reads the variable when it is used for the first time."""
+    if _PROFILERS_LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_PROFILERS_LOG_LEVEL] = _NOTHING_LOGGED
+    try:
+        yield
+    finally:
+        os.environ.pop(_PROFILERS_LOG_LEVEL, None)
+
+
 FOLLOWED_INTO = "_FLATOUT_FOLLOWED_INTO"
 
 
@@ -315,6 +340,14 @@ def follow_children(hook: str, folder: str) -> None:
     What this process itself reads of its environment stays the same: `os.environ` is a copy."""
     os.putenv("PYTHONPATH", os.pathsep.join([hook, *python_path()]))
     os.putenv(FOLLOWED_INTO, folder)
+
+
+def with_following(given: Mapping[str, str], hook: str, folder: str) -> dict[str, str]:
+    """The same for an environment that a script gives a process, as torchrun does: it was made from that copy."""
+    if given.get(FOLLOWED_INTO):
+        return dict(given)
+    path = [part for part in given.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return {**given, "PYTHONPATH": os.pathsep.join([hook, *path]), FOLLOWED_INTO: folder}
 
 
 def followed_into() -> str | None:

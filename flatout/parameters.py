@@ -21,3 +21,9 @@ def all_parameters(modules: Iterable[Module], optimizers: Iterable[Optimizer]) -
     found: dict[int, Tensor] = {id(one): one for module in modules for one in module.parameters()}
     found |= {id(one): one for optimizer in optimizers for one in parameters_of(optimizer)}
     return list(found.values())
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is spread over ranks (a DTensor), in the same memory; any other one itself."""
+    to_local = getattr(tensor, "to_local", None)  # `isinstance` would import torch.distributed.tensor everywhere
+    return tensor if to_local is None else to_local()

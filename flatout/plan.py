@@ -21,7 +21,7 @@ import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -45,7 +45,7 @@ from flatout.private_details import LEFT_OUT, arguments_digest, without_home
 from flatout.whole_files import written_whole
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Choices):
     """How to run a script, a training step or a model: choices, each with its reason, and where they are from.
 
@@ -101,6 +101,16 @@ class Plan(Choices):
     def choices(self) -> dict[str, Any]:  # Any: so that Plan(**choices) may be written
         """The choices that are set, in the order of declaration."""
         return {name: value for name in choice_names() if (value := getattr(self, name)) is not None}
+
+    def __repr__(self) -> str:
+        """Without what is as it is in any plan."""
+        told = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            usual = one.default if one.default_factory is MISSING else one.default_factory()
+            if value != usual:
+                told.append(f"{one.name}={value!r}")
+        return f"Plan({', '.join(told)})"
 
     def _repr_html_(self) -> str:
         """In a notebook: each choice with its reason."""

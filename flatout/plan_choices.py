@@ -93,6 +93,7 @@ def _none_or_0(value: object) -> bool:
     return not value
 
 
+_ONE_PASS = "torch's DDP then averages in every backward pass, of which a batch in parts has several"
 _ALL_GRADIENTS = "that needs all gradients before the first update"
 
 
@@ -114,6 +115,16 @@ _WHOLE_PARAMETERS = Requirement(
     allows=lambda kind: kind not in ("fsdp", *SAME_BATCH),
     why="it needs whole parameters, of which each rank then has a part",
     remedy="drop one of the two, or set parallel = 'zero1'",
+)
+
+_WITH_DDP = Requirement(
+    other="parallel",
+    allows=lambda kind: kind in ("ddp", "zero1"),
+    why="it is an option of torch's DDP",
+    remedy="set parallel = 'ddp'",
+)
+_WITH_FSDP = Requirement(
+    other="parallel", allows=lambda kind: kind == "fsdp", why="it is an option of FSDP", remedy="set parallel = 'fsdp'"
 )
 
 
@@ -289,6 +300,14 @@ class Choices:
         in_forecasts=False,
     )
 
+    devices: int | None = choice(
+        "processes of this machine that train a script, each on a device (or cores) of its own and a share of a batch",
+        scopes=("script",),
+        exactness="rounding",
+        low=2,
+        high=1024,
+        in_forecasts=False,
+    )
     parallel: Literal["ddp", "zero1", "fsdp", "tensor", "pipeline"] | None = choice(
         "ranks share: ddp = batches, zero1 = and optimizer state, fsdp = all; tensor = each layer, pipeline = layers",
         scopes=("step", "batches"),
@@ -322,6 +341,45 @@ class Choices:
                 remedy="set parallel = 'ddp'",
             ),
         ),
+    )
+    ddp_bucket_mib: int | None = choice(
+        "MiB of gradients that DDP sends together; unset = torch's 25. Smaller starts earlier, larger sends less often",
+        scopes=("step",),
+        exactness="rounding",
+        low=1,
+        high=4096,
+        in_forecasts=False,
+        requires=(_WITH_DDP,),
+    )
+    ddp_static_graph: bool | None = choice(
+        "every step uses the same parameters, so DDP looks for unused ones in its first step alone",
+        scopes=("step",),
+        exactness="rounding",
+        in_forecasts=False,
+        requires=(
+            _WITH_DDP,
+            Requirement(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ONE_PASS),
+            Requirement(
+                other="out_of_memory",
+                allows=lambda kind: kind == "raise",
+                why=_ONE_PASS,
+                remedy="set out_of_memory = 'raise'",
+            ),
+        ),
+    )
+    fsdp_dtype: Literal["bf16"] | None = choice(
+        "dtype in which FSDP gathers parameters and computes with them; gradients are averaged and kept in fp32",
+        scopes=("step",),
+        exactness="reduced",
+        in_forecasts=False,
+        requires=(_WITH_FSDP,),
+    )
+    fsdp_keep_gathered: bool | None = choice(
+        "FSDP keeps gathered parameters from the forward to the backward pass: gathered once a step, more memory",
+        scopes=("step",),
+        exactness="bit-identical",
+        in_forecasts=False,
+        requires=(_WITH_FSDP,),
     )
 
     micro_batches: int | None = choice(

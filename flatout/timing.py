@@ -122,6 +122,13 @@ class LoadWatch:
         self._start_seconds = time.perf_counter()
         self._all_start, self._own_start = _busy_seconds_of_all(), _busy_seconds_of_own()
 
+    def busy_share(self) -> float | None:
+        """Of all cores, whoever used them until now; None if the period is too short. Visits no processes."""
+        elapsed = time.perf_counter() - self._start_seconds
+        if elapsed < _SHORTEST_WATCH_SECONDS:
+            return None
+        return (_busy_seconds_of_all() - self._all_start) / elapsed / (psutil.cpu_count() or 1)
+
     def read(self) -> Load | None:
         """The load until now; None if the period is too short to measure."""
         elapsed = time.perf_counter() - self._start_seconds

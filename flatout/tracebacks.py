@@ -13,7 +13,7 @@ from types import TracebackType
 _PACKAGE = str(Path(__file__).parent) + "/"
 """As frames name it: links in the path are not resolved there either."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
-_INSTALLED = "-packages/"
+INSTALLED = "-packages/"
 """Of site-packages and dist-packages."""
 _IMPORT_MACHINERY = "<frozen importlib."
 _DISPATCH = "__torch_dispatch__"
@@ -24,7 +24,7 @@ _OPERATION = "/torch/_ops.py"
 
 def is_users_file(file: str) -> bool:
     """Is this source file the user's: not Flatout's, no library's, and no code made at run time?"""
-    return bool(file) and not file.startswith(("<", _PACKAGE, _STANDARD_LIBRARY)) and _INSTALLED not in file
+    return bool(file) and not file.startswith(("<", _PACKAGE, _STANDARD_LIBRARY)) and INSTALLED not in file
 
 
 def leave_no_frame(error: BaseException) -> None:

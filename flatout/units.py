@@ -104,6 +104,14 @@ def parse_seconds(text: str) -> float:
     return value * _SECONDS_OF[unit]
 
 
+def parse_positive_seconds(text: str, option: str) -> float:
+    """The same above 0."""
+    value = parse_seconds(text)
+    if not value > 0:
+        raise UsageError(f"{option} is {text}", limit="it is above 0", remedy="write it as 30s, 10m or 1.5h")
+    return value
+
+
 def parse_share(text: str) -> float:
     """'3%' -> 0.03. A bare number is refused: 0.03 may mean either."""
     number, sign, rest = text.strip().partition("%")
@@ -114,6 +122,11 @@ def parse_share(text: str) -> float:
     if not sign or rest or not (math.isfinite(value) and value >= 0):
         raise UsageError(f"{text!r} is not a percentage", remedy="write it as 3% or 0.5%")
     return value
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 step', '2 steps'."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _split(text: str, units: dict[str, float] | dict[str, int], kind: str, remedy: str) -> tuple[float, str]:

@@ -333,6 +333,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "batches": {**ITERABLES, "nothing": [], "dict": {"x": X}},
             "arguments": {"of a step": ["--lr", "0.1"]},
             "fit": {"of a step": "12 GiB"},
+            "devices": {"of a step": 2},
             "exactness": {"unknown": "exact", "None": None},
             "seconds": {"0": 0, "text": "1m", "flag": True},
             "steps": {"0": 0, "text": "3"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pytest
 
@@ -40,6 +40,24 @@ def test_a_value_comes_back_as_it_was() -> None:
         anything=[1, {"a": None}],
     )
     assert decode(Outer, json.loads(json.dumps(dataclasses.asdict(value)))) == value
+
+
+class Named(NamedTuple):
+    mean: float
+    pairs: int = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfNamed:
+    named: Named | None = None
+
+
+def test_a_named_tuple_comes_back_from_an_object() -> None:
+    value = OfNamed(named=Named(mean=0.5, pairs=5))
+    assert decode(OfNamed, {"named": {"mean": 0.5, "pairs": 5}}) == value
+    assert decode(OfNamed, {"named": None}) == OfNamed()
+    with pytest.raises(TypeError):
+        decode(OfNamed, {"named": {"mean": "0.5"}})
 
 
 def test_what_is_missing_gets_its_default_and_whole_numbers_are_floats() -> None:

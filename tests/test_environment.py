@@ -60,3 +60,23 @@ def test_a_trial_has_a_fixed_hash_order_and_its_changes(monkeypatch: pytest.Monk
     assert made["LD_PRELOAD"] == "x.so"
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert environment.trial_environment({})["PYTHONHASHSEED"] == "7"
+
+
+def test_an_environment_that_a_script_gives_a_process_is_followed_once() -> None:
+    given = {"PATH": "/bin", "PYTHONPATH": "/mine"}
+    found = environment.with_following(given, "/hook", "/records")
+    assert found == {"PATH": "/bin", "PYTHONPATH": "/hook:/mine", environment.FOLLOWED_INTO: "/records"}
+    assert environment.with_following(found, "/hook", "/records") == found
+    assert environment.with_following({}, "/hook", "/records")["PYTHONPATH"] == "/hook"
+
+
+@pytest.mark.parametrize("text", [None, "2"])
+def test_the_profiler_is_quiet_unless_the_user_has_said_how_much_it_logs(
+    monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    if text is not None:
+        monkeypatch.setenv("KINETO_LOG_LEVEL", text)
+    with environment.quiet_profiler():
+        assert environment.variables()["KINETO_LOG_LEVEL"] == (text or "6")
+    assert environment.variables().get("KINETO_LOG_LEVEL") == text

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
 
 import flatout
 from flatout.application.check import CheckResult
 from flatout.application.run import RunResult
 from flatout.machine.description import Machine
-from flatout.notebook_tables import table_html
+from flatout.notebook_tables import ShownAsText, table_html
 from flatout.report.html.notebook import verdict_html
 from tests.report.html.documents import RUN, TUNE
 
@@ -37,6 +40,47 @@ def test_a_machine_and_a_measurement() -> None:
     html = found._repr_html_()
     assert "11 ms" in html
     assert "too few samples" in html
+
+
+SHOWN_AS_TEXT = [
+    "BatchCurve",
+    "CheckResult",
+    "FitToMemory",
+    "Generation",
+    "InferenceTuning",
+    "LargestBatch",
+    "MemoryForecast",
+    "ProfileResult",
+    "TuneResult",
+    "WhatIf",
+]
+
+
+@pytest.mark.parametrize("name", SHOWN_AS_TEXT)
+def test_results_that_print_as_text_are_shown_so(name: str) -> None:
+    kind = getattr(flatout, name)
+    assert issubclass(kind, ShownAsText)
+    assert kind.__str__ is not object.__str__
+    assert kind.__repr__ is ShownAsText.__repr__
+
+
+def test_text_is_escaped_and_shown_by_ipython_as_it_is() -> None:
+    class Result(ShownAsText):
+        def __str__(self) -> str:
+            return f"peak\n{EVIL}"
+
+    assert "peak\n&lt;/table&gt;&lt;script&gt;" in Result()._repr_html_()
+    printer = Mock()
+    Result()._repr_pretty_(printer, False)
+    printer.text.assert_called_once_with(f"peak\n{EVIL}")
+    assert repr(Result()) == "<Result: peak>"
+
+
+def test_a_plan_in_a_console_leaves_out_what_is_not_set() -> None:
+    plan = flatout.Plan(threads=2, precision="bf16").with_choice("optimizer", "fused", "x1.2 here")
+    assert repr(plan) == "Plan(threads=2, optimizer='fused', precision='bf16', reasons={'optimizer': 'x1.2 here'})"
+    assert eval(repr(plan), {"Plan": flatout.Plan}) == plan
+    assert repr(flatout.Plan()) == "Plan()"
 
 
 def test_results_show_their_verdict() -> None:

@@ -91,7 +91,11 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
     if fields["parallel"] in (None, *SAME_BATCH):
         fields |= {"batch_norm": None}
     if fields["parallel"] not in ("ddp", "zero1"):
-        fields |= {"gradient_compression": None}
+        fields |= {"gradient_compression": None, "ddp_bucket_mib": None, "ddp_static_graph": None}
+    if fields["parallel"] != "fsdp":
+        fields |= {"fsdp_dtype": None, "fsdp_keep_gathered": None}
+    if (fields["micro_batches"] or 1) > 1 or fields["out_of_memory"] != "raise":
+        fields |= {"ddp_static_graph": None}
     if fields["parallel"] in ("fsdp", *SAME_BATCH):
         whole = ("kernels", "loss", "activation_offload", "optimizer_in_backward", "optimizer_state")
         fields |= dict.fromkeys(whole)

@@ -1,7 +1,16 @@
 import pytest
 
 from flatout.errors import UsageError
-from flatout.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds, parse_share
+from flatout.units import (
+    counted,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_positive_seconds,
+    parse_seconds,
+    parse_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +66,18 @@ def test_nonsense_is_refused_with_a_remedy(text: str) -> None:
         parse_seconds(text)
 
 
+def test_a_time_that_has_to_pass_is_above_zero() -> None:
+    assert parse_positive_seconds("2m", "--patience") == 120.0
+    with pytest.raises(UsageError, match="--patience is 0s; it is above 0; write it as 30s"):
+        parse_positive_seconds("0s", "--patience")
+
+
 def test_percentages() -> None:
     assert [parse_share(text) for text in ("3%", " 0.5 %", "0%", "150%")] == [0.03, 0.005, 0.0, 1.5]
     for text in ("3", "0.03", "-3%", "%", "nan%", "inf%", "3%%", "3% more"):
         with pytest.raises(UsageError, match=r"is not a percentage; write it as 3% or 0\.5%"):
             parse_share(text)
+
+
+def test_nouns_follow_their_number() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.infer.turns import rows, take_turns, versions, write
 from benchmarks.kernels.linear_cross_entropy import largest_error
 from flatout.kernels.matrix_units import obstacle
-from flatout.kernels.training_operators import attention, gelu_tanh, linear
+from flatout.kernels.operators import attention, gelu_tanh, linear
 from flatout.statistics import median
 
 CALLS = 3

@@ -11,13 +11,15 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout import environment
-from flatout.errors import FlatoutError, PlanError
+from flatout.errors import FlatoutError, PlanError, UsageError
 from flatout.private_details import arguments_digest, with_home
 from flatout.script.entry import Target
+from flatout.script.replicas.settings import NOT_IN_RANKS
 
 if TYPE_CHECKING:
     from flatout.levers.lever import Choice
@@ -56,6 +58,12 @@ class AppliedPlan:
     def read(self, path: str | None, without: Sequence[str] = ()) -> None:
         """From a file, or from flatout.toml where that is for this script. PlanError for what no script takes."""
         plan = self._read(path)
+        if plan is None and without:
+            raise UsageError(
+                f"without is {', '.join(without)}, and there is no plan",
+                limit="it leaves out choices of a plan",
+                remedy="run `flatout tune` first, or name a plan",
+            )
         self.plan = plan.without(*without) if plan is not None else None
 
     def make_deterministic(self) -> None:
@@ -78,6 +86,28 @@ class AppliedPlan:
             self.plan = self.plan.without(*left_out)
             self._miss(f"left out, because {why}: {', '.join(left_out)}")
 
+    def for_ranks(self, count: int, *, on_cpu: bool) -> None:
+        """In each of so many ranks, which share the cores or have a GPU each."""
+        if self.plan is None:
+            return
+        planned, names = self.plan.devices, list(NOT_IN_RANKS)
+        if on_cpu and planned != count:  # they were chosen for another number of processes
+            names.append("threads")
+        # The FLOPs are of a step on one device, of which a rank computes a part.
+        self.plan = replace(self.plan.without("devices"), flops_per_step=None)
+        if planned not in (None, count):
+            self.notes.append(f"the plan is for {planned} devices, and {count} train")
+        self.leave_out(names, "several devices train")
+
+    def mismatch(self) -> str | None:
+        """Why the plan must be verified here before it is applied; None: it need not be, or there is none."""
+        from flatout.machine.detect import detect
+
+        if self.plan is None:
+            return None
+        self.machine = self.machine or detect()
+        return self.plan.mismatch(self.machine.fingerprint, self.machine.versions.torch)
+
     def choose(self, *, trusted: bool, verifies: bool = True) -> None:
         """Fill `choices`; trusted: a plan from another machine, torch or arguments is not verified here first.
         verifies: may it be? Otherwise it is not applied; nor is it in one of several ranks, whose trials would have no
@@ -86,10 +116,9 @@ class AppliedPlan:
             return
         from flatout.levers.catalogue import LEVERS
         from flatout.levers.lever import choices_of_plan
-        from flatout.machine.detect import detect
 
-        self.machine = detect()
-        mismatch = self.plan.mismatch(self.machine.fingerprint, self.machine.versions.torch)
+        mismatch = self.mismatch()
+        assert self.machine is not None
         if mismatch is not None and not trusted and not (verifies and environment.rank() is None):
             self._miss(f"{mismatch}: not applied (--trust-plan applies it all the same)")
             self.plan = self.plan.without(*self.plan.choices())

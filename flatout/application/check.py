@@ -16,14 +16,14 @@ from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
 from flatout.machine.measured_peaks import measure_ceilings
-from flatout.notebook_tables import table_html
+from flatout.notebook_tables import ShownAsText, table_html
 from flatout.report.machine_text import check_text, exit_code, machine_line, verdict
 
 CONTENDED = "others competed for the processor or the GPU; of each ceiling the highest yet is kept"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CheckResult(ShownAsText):
     """What `flatout.check` found."""
 
     machine: Machine
@@ -50,6 +50,9 @@ class CheckResult:
     def summary(self) -> str:
         """What `flatout check` prints."""
         return check_text(self.machine, self.findings)
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def _repr_html_(self) -> str:
         """In a notebook: the verdict, the machine and what was found."""

@@ -12,12 +12,14 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flatout.diagnose.live_ranks import LiveRanks
 from flatout.diagnose.run_energy import Energy, EnergyWatch
 from flatout.diagnose.run_state import RunState, RunStates
-from flatout.errors import MachineError
+from flatout.diagnose.seen_run import SeenRun
+from flatout.errors import MachineError, UsageError
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.device_rates import Devices, DeviceWatch
 from flatout.machine.sensors import Sensors, SensorSource
@@ -27,8 +29,10 @@ from flatout.report.live_text import LiveView, panel_line, panel_lines
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.own_modules import own_imports
+from flatout.script.record_file import WRITE_EVERY_SECONDS
+from flatout.script.replicas.settings import RUN_FOLDER
 from flatout.script.runner import Runner
-from flatout.serve.run_folder import StateFile
+from flatout.serve.run_folder import StateFile, read_ranks, read_run
 
 MOST_SHARE, SELDOM_SECONDS = 0.002, 5.0
 """States take at most this share of the script's processor time, but there is one every so many seconds."""
@@ -41,10 +45,20 @@ LINGER_SECONDS = 60.0
 class LiveRun:
     """Made before the script starts. No error in here reaches the script or ends the watch."""
 
-    def __init__(self, target: Target, runner: Runner, *, plan: Plan | None, notes: Sequence[str]) -> None:
-        """notes: what was said of the plan."""
+    def __init__(
+        self,
+        target: Target,
+        runner: Runner,
+        *,
+        plan: Plan | None,
+        notes: Sequence[str],
+        ranks_folder: Path | None = None,
+    ) -> None:
+        """notes: what was said of the plan. ranks_folder: where the ranks of a run on several devices keep their
+        records."""
         command = f"{target.name} {LEFT_OUT}" if target.arguments else target.name
-        self._states = RunStates(target, runner, plan=plan, notes=notes, command=command)
+        ranks = None if ranks_folder is None else str(ranks_folder)
+        self._states = RunStates(target, runner, plan=plan, notes=notes, command=command, ranks_folder=ranks)
         self._runner, self._file = runner, StateFile()
         self._owner = os.getpid()
         self._imported = False
@@ -58,6 +72,12 @@ class LiveRun:
     @property
     def folder(self) -> Path | None:
         return self._file.folder
+
+    def seen(self) -> SeenRun | None:
+        """As of its last state."""
+        if self.latest is None:
+            return None
+        return SeenRun(folder=str(self.folder or os.devnull), state=self.latest, condition="running")
 
     def end(self, status: int | None) -> None:
         """The script has ended with this status; None: it is not known."""
@@ -97,33 +117,52 @@ class LiveRun:
 class RunPanel:
     """The lines of the panel, for its thread."""
 
-    def __init__(self, live: LiveRun, ceilings: Ceilings | None, sensors: SensorSource | None = None) -> None:
-        self._live, self._ceilings = live, ceilings
+    def __init__(
+        self, seen: Callable[[], SeenRun | None], ceilings: Ceilings | None, sensors: SensorSource | None = None
+    ) -> None:
+        """seen: the run as it is now; None: it has not begun."""
+        self._seen, self._ceilings = seen, ceilings
         self._watch, self._energy = DeviceWatch(sensors or Sensors()), EnergyWatch()
         self._devices: Devices | None = None
         self._known_energy: Energy | None = None
-        self._next = 0.0
+        self._ranks = LiveRanks()
+        self._next = self._next_ranks = 0.0
 
     def lines(self, columns: int, most: int) -> list[str]:
         """At most so many, each of at most so many cells."""
-        state, now = self._live.latest, time.monotonic()
-        if state is None:
+        seen, now = self._seen(), time.monotonic()
+        if seen is None:
             return [""]
         if now >= self._next:
             self._next = now + SENSORS_EVERY_SECONDS
             self._devices = self._watch.read()
-            self._known_energy = self._energy.add(state, self._devices)
+            self._known_energy = self._energy.add(seen.state, self._devices)
+        if now >= self._next_ranks:
+            self._next_ranks = now + WRITE_EVERY_SECONDS
+            self._ranks = read_ranks(seen)
         view = LiveView(
-            state=state,
+            state=seen.state,
             clock_seconds=now,
             ceilings=self._ceilings,
             devices=self._devices,
             energy=self._known_energy,
+            ranks=self._ranks,
         )
-        return [panel_line(view, columns)] if most == 1 else panel_lines(view, columns)[:most]
+        return [panel_line(view, columns)] if most == 1 else panel_lines(view, columns, most)[:most]
 
     def close(self) -> None:
         self._watch.close()
+
+
+def ranks_panel(ranks_folder: Path, ceilings: Ceilings | None) -> RunPanel:
+    """For the process that started the ranks of a run on several devices: the state is the first rank's."""
+
+    def seen() -> SeenRun | None:
+        with contextlib.suppress(OSError, UsageError):
+            return read_run(Path((ranks_folder / RUN_FOLDER).read_text(encoding="utf-8")))
+        return None
+
+    return RunPanel(seen, ceilings)
 
 
 def start_page(folder: Path, *, linger_seconds: float = LINGER_SECONDS) -> str:

@@ -23,6 +23,7 @@ from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.machine.kept_ceilings import load_ceilings
 from flatout.machine.with_ceilings import machine_with_ceilings
+from flatout.notebook_tables import ShownAsText
 from flatout.profiling.exports import check_trace, write_trace
 from flatout.profiling.profile import GroupBy, Profile, SortBy
 from flatout.profiling.roofline import matrix_units, roofline
@@ -33,8 +34,8 @@ from flatout.timing import Load, LoadWatch, Measurement, contention
 from flatout.timing import measure as timed
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileResult(Profile):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ProfileResult(ShownAsText, Profile):
     """What `flatout.profile` found, per call: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`."""
 
     @classmethod
@@ -119,12 +120,17 @@ def measure(
     )
 
 
-def profile_script(request: ProfileRequest, progress: Callable[[str], None]) -> ScriptProfile:
-    """Measures this machine's ceilings quickly where none are known. Raises TrialError where the trial failed."""
+def profile_script(
+    request: ProfileRequest,
+    progress: Callable[[str], None],
+    watching: Callable[[ProfileRequest], ProfileWatched] = watch_profile,
+) -> ScriptProfile:
+    """Measures this machine's ceilings quickly where none are known. watching: runs the trial. Raises TrialError where
+    it failed."""
     machine = machine_with_ceilings(progress)
     progress("profiling")
     watch = LoadWatch()
-    watched = watch_profile(request)
+    watched = watching(request)
     found, load = watched.profile, watch.read()
     if found is not None:
         found = _with_load(found, load)
@@ -142,15 +148,24 @@ def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machi
     facts = Facts(
         command=shlex.join(watched.target.command),
         observed=watched.observed,
-        profile=profile,
+        profile=None if profile is None else profile.at_plain_speed(),
         behaviour=behaviour,
         source=read_source(files, watched.target.folder) if files else None,
-        run=RunFacts(steps=watched.steps) if watched.status in (None, 0) else None,
+        run=_run_facts(watched) if watched.status in (None, 0) else None,
         machine=machine,
         gpus=tuple(gpu.name for gpu in machine.usable_gpus),
         cpu_flops_per_second=None if cpu is None else cpu.value,
     )
     return check_facts(facts)
+
+
+def _run_facts(watched: ProfileWatched) -> RunFacts:
+    return RunFacts(
+        steps=watched.steps,
+        processes=len(watched.ranks),
+        ranks=tuple(one.record for one in watched.ranks),
+        devices=watched.devices,
+    )
 
 
 def against_ceilings(found: Profile, machine: Machine, *, tf32: bool) -> Profile:

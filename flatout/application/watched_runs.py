@@ -13,7 +13,7 @@ from flatout.machine.device_rates import DeviceWatch
 from flatout.machine.kept_ceilings import load_ceilings
 from flatout.machine.processes import processes_below
 from flatout.machine.sensors import Sensors, SensorSource
-from flatout.serve.run_folder import all_runs, find_run, read_run
+from flatout.serve.run_folder import all_runs, find_run, read_ranks, read_run
 
 
 class RunWatch:
@@ -38,6 +38,7 @@ class RunWatch:
             processes=processes_below(seen.state.pid) if seen.condition in ("running", "stopped") else (),
             energy=self._energy.add(seen.state, devices) if seen.condition == "running" else None,
             ceilings=self._ceilings_of(seen.state.device),
+            ranks=read_ranks(seen),
         )
 
     def close(self) -> None:

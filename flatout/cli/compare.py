@@ -42,7 +42,7 @@ def compare(
 
     With several runs of each side (3 or more) each run counts as one sample, so that the interval covers what differs
     from run to run. Exit code: 0 compared, or not slower; 2 the files or options cannot be used; 5 the machines differ;
-    with --fail-if also 3 slower, 4 undecided.
+    with --fail-if also 3 slower, 4 undecided, as where the runs are of different scripts.
     """
     from flatout.errors import MachinesDiffer, UsageError
     from flatout.report.compare import compare_sides, comparison_text

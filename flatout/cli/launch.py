@@ -18,6 +18,12 @@ ANY_HOST = "machine-0:29500"
 LeastMachines = Annotated[
     int | None, typer.Option(metavar="N", help="With how many the job goes on after it has lost others.")
 ]
+HangTimeout = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME", help="A rank that has made steps of a TrainStep, and none for so long, hangs; 0: never."
+    ),
+]
 MachineNumber = Annotated[
     int | None,
     typer.Option(metavar="N", help="Which machine this is; default: 0 is the one with HOST, the others follow."),
@@ -43,9 +49,7 @@ def launch(
     max_restarts: Annotated[
         int, typer.Option(metavar="N", help="How often all ranks start again after one has failed or hangs.")
     ] = 0,
-    hang_timeout: Annotated[
-        str, typer.Option(metavar="TIME", help="A rank that trains and completes no step for so long hangs; 0: never.")
-    ] = "600s",
+    hang_timeout: HangTimeout = "600s",
     grace: Annotated[
         str, typer.Option(metavar="TIME", help="What ranks have to save and end, before they are killed.")
     ] = "30s",
@@ -67,9 +71,9 @@ def launch(
     """Start a script once for each GPU, on one machine or several, and watch all of them until they end.
 
     What runs under torchrun runs here: ranks get the same variables. Their lines are printed whole, each with its rank.
-    A rank that fails, hangs or is killed is named, and the others are ended; with --max-restarts all start again, and
-    the script resumes from its checkpoints. Exit code: that of the first rank that failed, 128 + the signal's number if
-    it was killed, 124 if ranks hang.
+    A rank that fails, is killed, or hangs in training with a TrainStep is named, and the others are ended; with
+    --max-restarts all start again, and the script resumes from its checkpoints. Exit code: that of the first rank that
+    failed, 128 + the signal's number if it was killed, 124 if ranks hang.
     """
     from flatout.parallel.launch_request import Launch
     from flatout.parallel.launching.launch import launch as run_job

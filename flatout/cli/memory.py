@@ -56,10 +56,10 @@ def memory(
     from flatout.script.entry import Target
     from flatout.script.memory_trial import MemoryRequest, watch_memory
     from flatout.sizing.script_curve import CurveRequest
-    from flatout.units import parse_seconds
+    from flatout.units import parse_positive_seconds, parse_seconds
 
     _check_options(steps, batch_curve, budget)
-    script, patience_seconds = Target.from_command(target), parse_seconds(patience)
+    script, patience_seconds = Target.from_command(target), parse_positive_seconds(patience, "--patience")
     show_only(device)
     if batch_curve:
         curve_request = CurveRequest(

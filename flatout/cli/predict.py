@@ -78,14 +78,18 @@ def _run(
     from flatout.infer.prediction.predict import Predictor
     from flatout.infer.prediction.predicted import Failed
     from flatout.infer.prediction.result_files import open_results
+    from flatout.infer.prediction.run_identity import run_identity
     from flatout.report.document import to_text
     from flatout.report.inference_text import predict_document, predict_text
 
     source = open_inputs(inputs, _encode(model, tokenizer))
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document
         module, _ = load_model(model)
-        predictor = Predictor(module, plan, **made)
-        results = open_results(out, _described(model, inputs, plan, keep), restart=restart, keep=keep)
+        of = run_identity(
+            model, module, inputs, plan, tokenizer=tokenizer, keep=keep, check_finite=made["check_finite"]
+        )
+        predictor = Predictor(module, plan, **made)  # may prepare the weights in place
+        results = open_results(out, of, restart=restart, keep=keep)
         before = results.done
         failures: list[str] = []
         predictions = predictor(source.begin(before), first_index=before, progress=True, total=source.count - before)
@@ -111,14 +115,3 @@ def _encode(model: str, tokenizer: str | None) -> Encode | None:
 
     found = load_tokenizer(tokenizer) if tokenizer is not None else tokenizer_beside(model)
     return None if found is None else found.encode
-
-
-def _described(model: str, inputs: Path, plan: Plan, keep: str) -> dict[str, object]:
-    """What results are of: they must not be mixed with others."""
-    return {
-        "model": model,
-        "inputs": str(inputs.resolve()),
-        "inputs_bytes": inputs.stat().st_size,
-        "plan": plan.choices(),
-        "keep": keep,
-    }

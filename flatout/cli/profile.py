@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,12 +16,24 @@ from flatout.cli.stdin_copy import stdin_copy
 from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flatout.diagnose.profile_summary import ScriptProfile
     from flatout.profiling.profile import GroupBy, SortBy
+    from flatout.script.profile_trial import ProfileRequest, ProfileWatched
     from flatout.train.loggers import TensorBoardLog
 
+Batch = Literal["global", "per-device"]
+Loss = Literal["mean", "sum", "terms"]
 By = Literal["name", "shape", "line"]
 Sort = Literal["time", "calls", "flops", "bytes"]
+
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N", help="Run a script for one device on N, as flatout run --devices does; profile each rank."
+    ),
+]
 
 
 def profile(
@@ -45,6 +58,16 @@ def profile(
         str, typer.Option(metavar="TIME", help="End a script that has not taken its steps by then.")
     ] = "30m",
     device: DeviceOption = None,
+    devices: Devices = None,
+    batch: Annotated[
+        Batch | None, typer.Option(help="What a batch size counts with --devices, as in flatout run: default global.")
+    ] = None,
+    loss: Annotated[
+        Loss | None, typer.Option(help="What the loss is over its batch with --devices, as in flatout run.")
+    ] = None,
+    allow_local_batchnorm: Annotated[
+        bool, typer.Option("--allow-local-batchnorm", help="With --devices: let batch norms see a rank's share alone.")
+    ] = False,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     include_private: IncludePrivateOption = False,
@@ -54,29 +77,25 @@ def profile(
 
     The script runs as a trial that changes none of your files: a few steps are timed as they are, one is followed
     operator by operator, a few run under torch's profiler; then it is stopped. A script with fewer steps is started a
-    second time and profiled on what there is. Exit code: 0 done; the script's own if it fails; 128 + the signal's
+    second time and profiled on what there is. Processes that it starts to train in (mp.spawn, torchrun) are profiled
+    each by itself, and shown side by side. Exit code: 0 done; the script's own if it fails; 128 + the signal's
     number if a signal kills it; 1 if it takes too few steps within --patience.
     """
     from flatout.application.profile import profile_script
-    from flatout.errors import UsageError
     from flatout.machine.visible_devices import show_only
-    from flatout.profiling.exports import check_table, check_trace
     from flatout.report.document import to_text
-    from flatout.report.profile_text import profile_document, script_text
+    from flatout.report.profile_text import profile_document
     from flatout.script.entry import Target
-    from flatout.script.profile_trial import ProfileRequest
-    from flatout.units import parse_seconds
+    from flatout.script.profile_trial import ProfileRequest, watch_profile
+    from flatout.units import parse_positive_seconds
 
-    if steps < 1:
-        raise UsageError(f"--steps is {steps}", limit="it is at least 1")
-    if trace is not None:
-        check_trace(trace)
-    if operators is not None:
-        check_table(operators)
-    script, patience_seconds = Target.from_command(target), parse_seconds(patience)
+    _check(steps, trace, operators)
+    script, patience_seconds = Target.from_command(target), parse_positive_seconds(patience, "--patience")
     script.check_exists()
     log = _tensorboard_log(tensorboard) if tensorboard is not None else None
     show_only(device)
+    sharing = Sharing(batch=batch, loss=loss, local_batchnorm=allow_local_batchnorm, isolation=isolation)
+    watching = watch_profile if sharing.alone(devices) else _on_devices(str(devices), device, sharing, allow_network)
     with TemporaryDirectory(prefix="flatout-profile-") as folder:
         wants_trace = trace is not None or tensorboard is not None
         with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
@@ -89,13 +108,90 @@ def profile(
                 trace_folder=Path(folder) if wants_trace else None,
                 stdin_file=stdin_file,
             )
-            found = profile_script(request, progress)
+            found = profile_script(request, progress, watching)
         sys.stderr.write(found.watched.errors)
         files = _export(found, by, sort, trace=trace, tensorboard=tensorboard, operators=operators, log=log)
     if not found.watched.status or found.watched.steps:  # a script that fails at once has shown why
         document = profile_document(found, include_private=include_private)
-        print(to_text(document) if json else script_text(found, by=by, sort=sort, files=files))
+        print(to_text(document) if json else _text(found, by, sort, files))
     return found.watched.status or 0
+
+
+def _check(steps: int, trace: Path | None, operators: Path | None) -> None:
+    """UsageError before anything runs."""
+    from flatout.errors import UsageError
+    from flatout.profiling.exports import check_table, check_trace
+
+    if steps < 1:
+        raise UsageError(f"--steps is {steps}", limit="it is at least 1")
+    if trace is not None:
+        check_trace(trace)
+    if operators is not None:
+        check_table(operators)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Options that mean something with --devices alone, and one that means nothing there."""
+
+    batch: Batch | None
+    loss: Loss | None
+    local_batchnorm: bool
+    isolation: str
+
+    def alone(self, devices: str | None) -> bool:
+        """Is it one process that is profiled? UsageError for options that contradict that, or --devices."""
+        from flatout.errors import UsageError
+
+        given = {"--batch": self.batch, "--loss": self.loss, "--allow-local-batchnorm": self.local_batchnorm}
+        stray = [name for name, value in given.items() if value]
+        if devices is None and stray:
+            raise UsageError(
+                f"{stray[0]} without --devices", limit="it is for several devices", remedy="add --devices auto"
+            )
+        if devices is not None and self.isolation == "guard":
+            raise UsageError(
+                "--isolation guard with --devices",
+                limit="each rank needs a copy of the files that it writes",
+                remedy="leave --isolation out",
+            )
+        return devices is None
+
+
+def _on_devices(
+    devices: str, device: str | None, sharing: Sharing, allow_network: bool
+) -> Callable[[ProfileRequest], ProfileWatched]:
+    """How the trial is run. UsageError for devices that are not there."""
+    from flatout.errors import UsageError
+    from flatout.script.isolation.namespaces import own_network
+    from flatout.script.replicas.profiling import profile_on_devices
+    from flatout.script.replicas.settings import Settings
+    from flatout.script.replicas.starting import device_count
+
+    if device not in (None, "cpu"):
+        raise UsageError(
+            f"--device {device} with --devices", limit="each rank has a GPU of its own", remedy="leave --device out"
+        )
+    count, visible = device_count(devices, on_cpu=device == "cpu")
+    if count == 1:
+        raise UsageError("--devices 1", limit="one device is a plain profile", remedy="leave --devices out")
+    if not allow_network:
+        own_network()  # of this process, and so of all ranks: they reach each other alone
+    settings = Settings(
+        batch=sharing.batch or "global",
+        loss=sharing.loss,
+        allow_local_batchnorm=sharing.local_batchnorm,
+        visible=visible,
+        profiled=True,
+    )
+    return lambda request: profile_on_devices(request, count, settings)
+
+
+def _text(found: ScriptProfile, by: GroupBy, sort: SortBy, files: list[tuple[str, Path]]) -> str:
+    """Rows are cut on a terminal alone."""
+    from flatout.report.profile_text import LINE_WIDTH, script_text
+
+    return script_text(found, by=by, sort=sort, files=files, width=LINE_WIDTH if sys.stdout.isatty() else None)
 
 
 def _tensorboard_log(folder: Path) -> TensorBoardLog:

@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from flatout import environment
 from flatout.application.applied_plan import PLAN_NAME, AppliedPlan
 from flatout.cli.command_line import Option, parse_options
 from flatout.cli.ended_by_signal import signals_as_exits
+from flatout.cli.run_devices import chosen_without
 from flatout.environment import visible_cuda_devices
 from flatout.errors import MachineError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
@@ -28,13 +30,15 @@ if TYPE_CHECKING:
     from flatout.application.live_run import LiveRun, RunPanel
     from flatout.diagnose.run_summary import RunSummary
     from flatout.report.live import Panel
-    from flatout.script.process_record import ProcessRecord
+    from flatout.script.process_record import Others, Place, ProcessRecord
+    from flatout.script.record_file import RecordFile
     from flatout.script.replicas.rank import Rank
 
+WRITTEN_EVERY_SECONDS = 30.0
+"""How often the document is written while the script runs."""
+WRITING_SHARE = 0.003
+"""Of a run, at most, that this may take."""
 REPORT_NAME = "flatout-run.json"
-NOT_IN_RANKS = ("allocator", "device", "optimizer_in_backward", "zero_grad")
-"""Choices of a plan that a rank of a run on several devices does without: they start the process over, move the model,
-or take gradients before they are averaged."""
 
 OPTIONS: tuple[Option, ...] = (
     Option(name="--plan", value="FILE", meaning=f"The plan; default: {PLAN_NAME}, if it is for this script."),
@@ -117,7 +121,7 @@ def main(arguments: list[str]) -> int:
 
         if (status := run_on_devices(target, options)) is not None:
             return status
-    run = Run(target, options, _report_path(options), visible, rank)
+    run = Run(target, options, _report_path(options, rank), visible, rank)
     try:
         run.prepare()
     except KeyboardInterrupt:  # no line of the script has run
@@ -166,49 +170,85 @@ class Run:
         self.live: LiveRun | None = None
         self._lines: RunPanel | None = None
         self._began = time.perf_counter()
+        self._write_next_at = self._began + WRITTEN_EVERY_SECONDS
         self._show = False
         self._terminal = -1
         self._owner = os.getpid()
         self._records: Path | None = None
         """Where processes that the script starts keep their records."""
+        self._record: RecordFile | None = None
+        """Of this process, where it is one of several ranks."""
+        self._ranks_folder: Path | None = None
+        """Where those keep their records."""
 
     @property
     def on_terminal(self) -> bool:
-        return "--quiet" not in self.options and _first_rank() and _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
+        return (
+            "--quiet" not in self.options
+            and _first_rank(self.rank)
+            and _is_terminal(sys.stdout)
+            and _is_terminal(sys.stderr)
+        )
 
     def prepare(self) -> None:
         from flatout.script.runner import Runner
 
         plan = self.applied
         if "--no-plan" not in self.options:
-            without = self.options.get("--without")
-            plan.read(self.options.get("--plan"), [name.strip() for name in without.split(",")] if without else ())
+            plan.read(self.options.get("--plan"), chosen_without(self.options))
         if "--deterministic" in self.options:
             plan.make_deterministic()
-        if self.rank is not None:
-            plan.leave_out(NOT_IN_RANKS, "several devices train")
+        if self.rank is None:
+            self._on_one_device()
+        else:
+            plan.for_ranks(self.rank.replica.count, on_cpu=not self.rank.settings.visible)
         plan.choose(trusted="--trust-plan" in self.options, verifies=self.rank is None)
         if self.rank is not None:
             self.rank.replica.install()  # before the watch, which sees the gradients of all ranks
         self.runner = Runner(plan.choices, plan.machine, proved_for=plan.proved_for)
         self.runner.at_alarm.append(self._write_early)
+        self.runner.at_second.append(self._write_now_and_then)
         self.runner.install()
         atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
         self._began = time.perf_counter()
-        if _first_rank():
+        self._ranks_folder = _ranks_folder(self.rank)
+        if _first_rank(self.rank):
             self._go_live()
+        if self._ranks_folder is not None and (place := self._place()) is not None:
+            from flatout.script.record_file import RecordFile
+
+            self._record = RecordFile(self._ranks_folder, f"rank-{place.rank}", self.runner, place)
         if self.on_terminal:
             self._terminal = os.dup(sys.stderr.fileno())  # the script may close or replace its streams
             self._show = True
             self._start_panel()
         if self.live is not None and self.live.folder is not None:  # last: our own processes are not the script's
-            from flatout.script.following import follow_children
+            from flatout.script.following import follow_children, plan_children
 
             self._records = self.live.folder
+            if plan.plan is not None and plan.choices and plan.plan.loop is not None:
+                plan_children(self._records, plan.choices, plan.plan.loop)
             follow_children(self._records)
+
+    def _on_one_device(self) -> None:
+        """Why the plan's number of devices, if it has one, does not apply."""
+        if self.applied.plan is None or self.applied.plan.devices is None:
+            return
+        why = "this process runs alone"
+        if "--devices" in self.options:
+            why = f"--devices is {self.options['--devices']}"
+        elif "--device" in self.options:
+            why = f"--device is {self.options['--device']}"
+        elif environment.rank() is not None:
+            why = "a launcher has started this process"
+        elif (mismatch := self.applied.mismatch()) is not None:
+            why = f"{mismatch} (flatout tune --devices auto chooses it for here)"
+        self.applied.leave_out(("devices",), why)
 
     def shared_end(self, status: int) -> int:
         """The script has ended with this status: tell the other ranks. Returns the status of this rank."""
+        if self._record is not None:
+            self._record.end()  # first: the rank that reports reads it once all ranks have ended
         return status if self.rank is None else self.rank.replica.end(status)
 
     def abandon(self) -> None:
@@ -224,8 +264,17 @@ class Run:
 
     def _go_live(self) -> None:
         from flatout.application.live_run import LiveRun
+        from flatout.script.replicas.settings import RUN_FOLDER
 
-        self.live = LiveRun(self.target, self.runner, plan=self.applied.plan, notes=self.applied.missed)
+        self.live = LiveRun(
+            self.target,
+            self.runner,
+            plan=self.applied.plan,
+            notes=self.applied.missed,
+            ranks_folder=self._ranks_folder,
+        )
+        if self.rank is not None and self.live.folder is not None:
+            self.rank.tell(RUN_FOLDER, str(self.live.folder))
         if "--serve" in self.options:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(f"flatout: {self._served(self.live)}\n")
@@ -249,7 +298,7 @@ class Run:
 
         assert self.live is not None
         machine = self.applied.machine = self.applied.machine or detect()
-        self._lines = RunPanel(self.live, machine.ceilings)
+        self._lines = RunPanel(self.live.seen, machine.ceilings)
         self.panel = Panel(self._terminal, self._lines.lines)
         self.panel.start()
 
@@ -283,6 +332,8 @@ class Run:
         try:
             with own_imports():
                 self._stop_panel()
+                if self._record is not None:
+                    self._record.end()
                 if self.live is not None:
                     self.live.end(self.status)
                 self._tell_of_plan()
@@ -302,26 +353,49 @@ class Run:
 
     def _tell_of_plan(self) -> None:
         """What of the plan is not applied, a line each, where no terminal shows the summary that says it."""
-        if self._show or "--quiet" in self.options or not _first_rank():
+        if self._show or "--quiet" in self.options or not _first_rank(self.rank):
             return
         lines = [*self.applied.missed, *self._not_applied(), *self._not_in_processes()]
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.writelines(f"flatout: {line}\n" for line in lines)
             sys.stderr.flush()
 
-    def _processes(self) -> list[ProcessRecord]:
-        """Those started by the script that trained; read anew each time, because some may still run."""
-        if self._records is None:
-            return []
-        from flatout.script.following import read_records
+    def _others(self) -> Others:
+        """That trained; read anew each time, because some may still run."""
+        from flatout.script.process_record import Others
+        from flatout.script.record_file import read_records
 
-        return read_records(self._records)
+        ranks: tuple[ProcessRecord, ...] = ()
+        if self._ranks_folder is not None and (place := self._place()) is not None:
+            from flatout.script.rank_folder import last_records
+
+            ranks = last_records(self._ranks_folder, place.rank or 0)
+        return Others(
+            started=() if self._records is None else tuple(read_records(self._records)),
+            ranks=ranks,
+            place=self._place(),
+            devices=None if self.rank is None else self.rank.count,
+        )
+
+    def _place(self) -> Place | None:
+        """None: it is no rank, or the ranks share no folder."""
+        from flatout import environment
+        from flatout.script.process_record import Place
+
+        if self.rank is not None:
+            return Place(rank=self.rank.number, ranks=self.rank.count)
+        if self._ranks_folder is None:
+            return None
+        return Place(rank=environment.rank(), ranks=environment.world_size())
 
     def _not_in_processes(self) -> list[str]:
-        if not self.applied.choices or not (count := len(self._processes())):
+        count = sum(not one.applied for one in self._others().started)
+        if not self.applied.choices or not count:
             return []
-        processes = f"the {count} processes" if count > 1 else "the process"
-        return [f"the plan was not applied in {processes} that the script started to train in"]
+        processes = f"{count} processes" if count > 1 else "a process"
+        known = self.applied.plan is not None and self.applied.plan.loop is not None
+        why = "another loop trains there" if known else "it does not say which loop was tuned"
+        return [f"the plan was not applied in {processes} that the script started to train in: {why}"]
 
     def _of_sharing(self) -> list[str]:
         if self.rank is None:
@@ -331,10 +405,12 @@ class Run:
         return sharing_lines(self.rank.replica.facts(), self.rank.settings)
 
     def _report_all(self) -> None:
-        if self.report is None and not self._show:
+        tells_parent = self.rank is not None and self.rank.number == 0 and "--quiet" not in self.options
+        if self.report is None and not self._show and not tells_parent:
             return
         from flatout.report.document import write_document
         from flatout.report.run_text import run_text
+        from flatout.script.replicas.settings import SUMMARY
 
         self.runner.ended()
         summary = self._summary()
@@ -345,7 +421,19 @@ class Run:
                 written = str(self.report)
             if written is None:
                 self._say(f"flatout: {self.report} could not be written")
-        self._say("\n" + run_text(summary, written))
+        text = "\n" + run_text(summary, written)
+        self._say(text)
+        if self.rank is not None and tells_parent:
+            self.rank.tell(SUMMARY, text)
+
+    def _write_now_and_then(self, now: float) -> None:
+        """A signal or the power may end this process with no chance to write: what it leaves then is not old."""
+        if now < self._write_next_at:
+            return
+        with contextlib.suppress(Exception):  # it is written again when the script has ended
+            self._write_early()
+        ended = time.perf_counter()
+        self._write_next_at = ended + max(WRITTEN_EVERY_SECONDS, (ended - now) / WRITING_SHARE)
 
     def _write_early(self) -> None:
         """Memory is nearly out: the kernel may end this process with no message, so the document is written now."""
@@ -372,15 +460,15 @@ class Run:
             notes=[*self.applied.notes, *self._not_in_processes(), *self._of_sharing()],
             machine=self.applied.machine,
             began=self._began,
-            processes=self._processes(),
+            others=self._others(),
         )
 
 
-def _report_path(options: dict[str, str]) -> Path | None:
+def _report_path(options: dict[str, str], rank: Rank | None) -> Path | None:
     """Where the document goes; a place that was asked for and cannot be written is refused before the script starts."""
     if "--no-report" in options:
         return None
-    if not _first_rank():
+    if not _first_rank(rank):
         return None
     if "--report" not in options:
         return Path(REPORT_NAME).absolute()
@@ -402,10 +490,25 @@ def _rank() -> Rank | None:
     return begin(folder)
 
 
-def _first_rank() -> bool:
-    """Of several processes under torchrun one speaks for all."""
+def _ranks_folder(rank: Rank | None) -> Path | None:
+    """Where this process and those that were started with it keep their records; None: it is alone."""
+    from flatout.environment import rank as launched_rank
+
+    if rank is not None:
+        return rank.folder
+    if launched_rank() is None:
+        return None
+    from flatout.script.rank_folder import launchers_folder
+
+    return launchers_folder()
+
+
+def _first_rank(rank: Rank | None) -> bool:
+    """Of several processes under torchrun, or in a run on several devices, one speaks for all."""
     from flatout import environment
 
+    if rank is not None:  # its launcher's variables are hidden from the script
+        return rank.number == 0
     return (environment.rank() or 0) == 0
 
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, cast, get_args
 from flatout.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from flatout.script.entry import Target
     from flatout.script.replicas.settings import Batch, Facts, Loss, Settings
 
@@ -19,8 +22,10 @@ SWITCHES = ("--allow-local-batchnorm", "--all-ranks-write", "--prove")
 
 
 def run_on_devices(target: Target, options: dict[str, str]) -> int | None:
-    """Returns the exit status; None: the options ask for no such run, or for one device, which is a plain run."""
-    if "--devices" not in options:
+    """Returns the exit status; None: neither options nor plan ask for such a run, or they ask for one device, which is
+    a plain run."""
+    planned = None if "--devices" in options else _planned(target, options)
+    if "--devices" not in options and planned is None:
         if stray := [name for name in (*OWN, *SWITCHES) if name in options]:
             raise UsageError(
                 f"{stray[0]} without --devices", limit="it is for several devices", remedy="add --devices auto"
@@ -42,7 +47,16 @@ def run_on_devices(target: Target, options: dict[str, str]) -> int | None:
         raise UsageError(
             f"--device {device} with --devices", limit="each rank has a GPU of its own", remedy="leave --device out"
         )
-    count, visible = device_count(options["--devices"], on_cpu=device == "cpu")
+    try:
+        count, visible = device_count(options.get("--devices") or str(planned), on_cpu=device == "cpu")
+    except UsageError as error:
+        if planned is None:
+            raise
+        raise UsageError(
+            f"the plan's {error.what.removeprefix('--')}",
+            limit=error.limit,
+            remedy=f"{error.remedy}; --without devices trains on one",
+        ) from None
     settings = Settings(
         batch=_batch(options.get("--batch", "global")),
         loss=_loss(options.get("--loss")),
@@ -63,15 +77,63 @@ def run_on_devices(target: Target, options: dict[str, str]) -> int | None:
         target=target, devices=count, options=tuple(words), deterministic="--deterministic" in options
     )
     with ranks_prepared(settings) as folder, signals_as_exits():
-        status = start_ranks(request, folder)
+        on_terminal = "--quiet" not in options and sys.stdout.isatty() and sys.stderr.isatty()
+        with _panel(folder) if on_terminal else contextlib.nullcontext():
+            status = start_ranks(request, folder)
         facts = Facts.read(folder)
-    if facts is not None and status == 0 and "--quiet" not in options:
-        _say(facts, settings)
+        told = on_terminal and _show_summary(folder)
+    if facts is not None and not told and status == 0 and "--quiet" not in options:
+        _say(facts, settings, planned)
     return status
 
 
+@contextlib.contextmanager
+def _panel(folder: Path) -> Iterator[None]:
+    """The status lines: the ranks themselves have no terminal."""
+    from flatout.application.live_run import ranks_panel
+    from flatout.machine.detect import detect
+    from flatout.report.live import Panel
+
+    lines = ranks_panel(folder, detect().ceilings)
+    panel = Panel(sys.stderr.fileno(), lines.lines)
+    panel.start()
+    try:
+        yield
+    finally:
+        panel.stop()
+        lines.close()
+
+
+def _show_summary(folder: Path) -> bool:
+    """What the first rank has to say at its end; False where it could not say it."""
+    from flatout.script.replicas.settings import SUMMARY
+
+    try:
+        sys.stderr.write((folder / SUMMARY).read_text(encoding="utf-8") + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _planned(target: Target, options: dict[str, str]) -> int | None:
+    """The number of devices in the plan of this run; None: it has none that applies here."""
+    from flatout import environment
+    from flatout.application.applied_plan import AppliedPlan
+
+    if "--no-plan" in options or options.get("--device") not in (None, "cpu") or environment.rank() is not None:
+        return None
+    applied = AppliedPlan(
+        target, visible_before=None, announce=lambda text: None, while_verifying=contextlib.nullcontext
+    )
+    applied.read(options.get("--plan"), chosen_without(options))
+    if applied.plan is None or applied.plan.devices is None:
+        return None
+    return applied.plan.devices if "--trust-plan" in options or applied.mismatch() is None else None
+
+
 def _prove(target: Target, count: int, settings: Settings, *, allow_network: bool) -> int:
-    """Exit code 0: equal to rounding; 1: different; 4: not comparable."""
+    """Exit code 0: equal to rounding, or alike over several seeds; 1: different; 4: not comparable."""
     from flatout.cli.ended_by_signal import signals_as_exits
     from flatout.report.devices_text import proof_text
     from flatout.script.isolation.namespaces import own_network
@@ -85,20 +147,32 @@ def _prove(target: Target, count: int, settings: Settings, *, allow_network: boo
         own_network()  # of this process, and so of all trials: they reach each other alone
     try:
         with signals_as_exits():
-            proof = prove_devices(target, count, settings)
+            proof = prove_devices(target, count, settings, progress=_progress)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 128 + signal.SIGINT
     print(proof_text(proof))
-    return {"equal to rounding": 0, "different": 1, "not comparable": 4}[proof.verdict]
+    return {"equal to rounding": 0, "alike": 0, "different": 1, "not comparable": 4}[proof.verdict]
 
 
-def _say(facts: Facts, settings: Settings) -> None:
+def _progress(text: str) -> None:
+    sys.stderr.write(f"flatout: {text}\n")
+    sys.stderr.flush()
+
+
+def _say(facts: Facts, settings: Settings, planned: int | None) -> None:
     from flatout.report.devices_text import sharing_lines
 
+    lines = [] if planned is None else [f"on {planned} devices, as the plan says (--without devices trains on one)"]
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.writelines(f"flatout: {line}\n" for line in sharing_lines(facts, settings))
+        sys.stderr.writelines(f"flatout: {line}\n" for line in (*lines, *sharing_lines(facts, settings)))
         sys.stderr.flush()
+
+
+def chosen_without(options: dict[str, str]) -> list[str]:
+    """The choices of the plan that are left out."""
+    without = options.get("--without")
+    return [name.strip() for name in without.split(",")] if without else []
 
 
 def _batch(value: str) -> Batch:

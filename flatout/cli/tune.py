@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,7 +26,34 @@ if TYPE_CHECKING:
     from flatout.application.tune import TuneResult
     from flatout.tuning.script_tuning import TuneRequest
 
+Loss = Literal["mean", "sum", "terms"]
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
+
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Compare training on up to N GPUs, or in N processes on the CPU, with one device; auto: all GPUs.",
+    ),
+]
+NprocOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="The script trains in N ranks by itself: start it as torchrun would; auto: a rank for each GPU.",
+    ),
+]
+OwnRanksOption = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="The script trains in N processes that it starts itself, as by mp.spawn."),
+]
+LossOption = Annotated[
+    Loss | None,
+    typer.Option(
+        metavar="KIND",
+        help="With --devices: what the loss is over its batch, as for flatout run: mean, sum, terms.",
+    ),
+]
 
 
 def tune(
@@ -49,6 +76,14 @@ def tune(
         Path | None, typer.Option(metavar="FOLDER", help="Keep the output of trials in this folder.")
     ] = None,
     device: DeviceOption = None,
+    devices: DevicesOption = None,
+    nproc_per_node: NprocOption = None,
+    own_ranks: OwnRanksOption = None,
+    loss: LossOption = None,
+    allow_local_batchnorm: Annotated[
+        bool,
+        typer.Option("--allow-local-batchnorm", help="With --devices: batch norms may see a device's share alone."),
+    ] = False,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     include_private: IncludePrivateOption = False,
@@ -76,9 +111,83 @@ def tune(
         log_folder=logs,
     )
     _prepare(request, out, device)
+    ways = {"--nproc-per-node": nproc_per_node, "--own-ranks": own_ranks, "--devices": devices}
+    request = _in_ranks(request, ways)
+    if devices is None:
+        _check_alone(loss=loss, allow_local_batchnorm=allow_local_batchnorm)
+    else:
+        request = _on_several(request, devices, device, loss, local_batchnorm=allow_local_batchnorm)
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         result = tune_requested(replace(request, stdin_file=stdin_file), progress)
-    return _told_and_saved(result, out, json, [*_seeing(device), *script.command], include_private=include_private)
+    options = [*_seeing(device), *_sharing(result, loss, allow_local_batchnorm=allow_local_batchnorm)]
+    command = [*_run_in(None if own_ranks else request.ranks), *options, *script.command]
+    return _told_and_saved(result, out, json, command, include_private=include_private)
+
+
+def _run_in(ranks: int | None) -> list[str]:
+    """What runs a script by its plan."""
+    return ["flatout", "run"] if ranks is None else ["torchrun", "--nproc-per-node", str(ranks), "-m", "flatout", "run"]
+
+
+def _in_ranks(request: TuneRequest, asked: dict[str, str | None]) -> TuneRequest:
+    """asked: by the option, how many ranks or devices."""
+    from flatout.application.tune import one_of_ways, ranks_of_script
+
+    way = one_of_ways(asked)
+    if way is None or way[0] == "--devices":
+        return request
+    option, number = way
+    if request.isolation == "guard":
+        raise _guarded(option)
+    return replace(request, ranks=ranks_of_script(number, option), starts_ranks=option == "--own-ranks")
+
+
+def _on_several(
+    request: TuneRequest, devices: str, device: str | None, loss: Loss | None, *, local_batchnorm: bool
+) -> TuneRequest:
+    """With the numbers of devices that are compared."""
+    from flatout.application.tune import devices_asked
+    from flatout.script.replicas.settings import Settings
+
+    if request.isolation == "guard":
+        raise _guarded("--devices")
+    asked = devices_asked(
+        devices,
+        exactness=request.exactness,
+        fits=request.fit_bytes is not None,
+        on_cpu=_on_cpu(device),
+        settings=Settings(loss=loss, allow_local_batchnorm=local_batchnorm),
+    )
+    return replace(request, devices=asked)
+
+
+def _check_alone(*, loss: str | None, allow_local_batchnorm: bool) -> None:
+    from flatout.errors import UsageError
+
+    stray = "--loss" if loss is not None else "--allow-local-batchnorm" if allow_local_batchnorm else None
+    if stray is not None:
+        raise UsageError(f"{stray} without --devices", limit="it is for several devices", remedy="add --devices 2")
+
+
+def _guarded(option: str) -> Exception:
+    from flatout.errors import UsageError
+
+    return UsageError(
+        f"--isolation guard with {option}",
+        limit="the processes of such a trial need a private copy of the files that they write",
+        remedy="use --isolation auto",
+    )
+
+
+def _on_cpu(device: str | None) -> bool:
+    """UsageError for a single GPU: each rank has one of its own."""
+    from flatout.errors import UsageError
+
+    if device not in (None, "cpu"):
+        raise UsageError(
+            f"--device {device} with --devices", limit="each rank has a GPU of its own", remedy="leave --device out"
+        )
+    return device == "cpu"
 
 
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
@@ -121,10 +230,17 @@ def _save(result: TuneResult, document: dict[str, object], output: Path, *, incl
 
 
 def _saved(result: TuneResult, output: Path, command: list[str]) -> str:
-    """Where it is, and how the script is run by it."""
+    """Where it is, and the command that runs the script by it."""
     if not result.fits:
         return f"{output / REPORT_NAME}, and no plan: it would not fit"
-    return f"{output / PLAN_NAME}, {output / REPORT_NAME}      next: flatout run {shlex.join(command)}"
+    return f"{output / PLAN_NAME}, {output / REPORT_NAME}      next: {shlex.join(command)}"
+
+
+def _sharing(result: TuneResult, loss: str | None, *, allow_local_batchnorm: bool) -> list[str]:
+    """Options that a run on several devices needs, which no plan holds."""
+    if result.plan.devices is None:
+        return []
+    return [*(["--loss", loss] if loss is not None else []), *["--allow-local-batchnorm"] * allow_local_batchnorm]
 
 
 def _seeing(device: str | None) -> list[str]:

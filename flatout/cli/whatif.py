@@ -50,10 +50,10 @@ def whatif(
     from flatout.private_details import without_private
     from flatout.report.document import document, to_text
     from flatout.script.entry import Target
-    from flatout.units import parse_seconds
+    from flatout.units import parse_positive_seconds
 
     prices = _prices(price or [])
-    script, patience_seconds = Target.from_command(target), parse_seconds(patience)
+    script, patience_seconds = Target.from_command(target), parse_positive_seconds(patience, "--patience")
     script.check_exists()
     show_only("cpu")
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:

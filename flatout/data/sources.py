@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Collate: TypeAlias = Callable[..., object]
 """Called with the list of a batch's samples."""
 T = TypeVar("T")
+TABLE_PACKAGES = ("pandas", "polars", "cudf", "modin")
 
 
 class Items(Protocol):
@@ -177,6 +178,7 @@ def source_of(data: object, collate_fn: Collate | None, *, seed: int) -> Source:
 def _source_of(data: object, collate_fn: Collate, seed: int) -> Source:
     from torch.utils.data import default_collate
 
+    _refuse_tables(data)
     if any(True for _ in arrays_in(data)):
         _refuse_lists(data)
         return Arrays(data)
@@ -194,6 +196,20 @@ def _source_of(data: object, collate_fn: Collate, seed: int) -> Source:
     if collate_fn is default_collate and _is_in_tensors(data):
         return Whole(data)
     return Samples(data, collate_fn, seed=seed)
+
+
+def _refuse_tables(data: object) -> None:
+    """Those of pandas and others are indexed by column or label, not by the place of a sample."""
+    for path, table in leaves_in(data, "data", _is_table, lists=False):
+        raise UsageError(
+            f"{path} is a {type(table).__name__}",
+            limit="samples are taken by their place, from tensors or numpy arrays",
+            remedy=f"convert it: torch.tensor({path}.to_numpy())",
+        )
+
+
+def _is_table(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] in TABLE_PACKAGES and hasattr(value, "to_numpy")
 
 
 def _is_list(value: object) -> TypeGuard[list[object]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flatout.diagnose.check import Seen, check, where
 from flatout.diagnose.facts import Facts
 from flatout.levers.observed import LoaderSeen
@@ -31,22 +33,28 @@ def starved_loader(facts: Facts) -> Seen | None:
     limit = RUN_SHARE_LIMIT if facts.profile is None else DATA_SHARE_LIMIT
     if share is None or seconds is None or step is None or share < limit:
         return None
-    workers = max((one.workers for one in facts.observed.loaders), default=0) if facts.observed is not None else 0
-    remedy = (
-        f"the {workers} worker{'s' if workers > 1 else ''} cannot keep up: add more where cores are free, or do less "
-        "for each sample"
-        if workers
-        else "fetch whole batches (the lever batched fetch), or set num_workers=2 on the loader"
-    )
     return Seen(
         title=f"the model waits for data: {share:.0%} of a step",
         evidence=f"{format_seconds(seconds)} of {format_seconds(step)} a step",
-        remedy=remedy,
+        remedy=_faster_loading(facts.observed.loaders if facts.observed is not None else ()),
         cost_seconds=seconds,
         cost_share=share,
         lines=where(_loading_lines(facts), _loaders(facts)),
         command=facts.tune,
     )
+
+
+def _faster_loading(loaders: Sequence[LoaderSeen]) -> str:
+    """What helps depends on the loader; without one nothing is known of it, as where the script has dropped it."""
+    workers = max((one.workers for one in loaders), default=0)
+    if not loaders:
+        return "load in worker processes (num_workers of the loader) where cores are free, or do less for each sample"
+    if workers:
+        called = f"{workers} worker{'s' if workers > 1 else ''}"
+        return f"the {called} cannot keep up: add more where cores are free, or do less for each sample"
+    if any(one.fetch == "batched" for one in loaders):
+        return "fetch whole batches (the lever batched fetch), or set num_workers=2 on the loader"
+    return "set num_workers=2 on the loader, or do less for each sample"
 
 
 @check(

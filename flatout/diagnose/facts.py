@@ -11,6 +11,7 @@ from flatout.profiling.profile import Profile
 from flatout.script.behaviour_seen import Behaviour, SourceLine
 from flatout.script.epochs import EpochStarts
 from flatout.script.growth import Growth
+from flatout.script.process_record import ProcessRecord
 from flatout.script.source_facts import SourceFacts
 
 CHANGING_SHAPES = 4
@@ -30,6 +31,10 @@ class RunFacts:
     epochs: EpochStarts | None = None
     processes: int = 0
     """How many processes that the script started trained."""
+    ranks: tuple[ProcessRecord, ...] = ()
+    """Those that trained, where there are several."""
+    devices: int | None = None
+    """On so many devices Flatout runs a script for one; None: the script itself says on how many."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ CONVOLUTION_SHARE, LEAST_GAIN = 0.4, 0.2
 WIDE, WIDE_BYTES, SOFTMAX_SHARE = 8192, 64 << 20, 0.1
 LAYER_SHARE = 0.05
 ATTENTION_SHARE = 0.1
+TORCHS_ATTENTION = "scaled_dot_product"
 SCORES = ("softmax", "pointwise", "copy", "reduction")
 """Classes of operators that a fused kernel does not need."""
 BYTES_OF_FP32 = 4
@@ -109,8 +110,8 @@ def huge_softmax(facts: Facts) -> Seen | None:
 
 @check(
     means="A module computes attention with a softmax between two products, and writes the scores to memory.",
-    needs="the module's code does that, the module takes at least 10 % of a step, and what a fused kernel does not "
-    "need (softmax, masks, copies) at least 5 %",
+    needs="the module's code does that, it ran a softmax and not torch's own attention, the module takes at least 10 % "
+    "of a step, and what a fused kernel does not need (softmax, masks, copies) at least 5 %",
     if_wrong="results differ by rounding; attention weights are no longer there to be read",
 )
 def unfused_attention(facts: Facts) -> Seen | None:
@@ -121,12 +122,16 @@ def unfused_attention(facts: Facts) -> Seen | None:
     modules = [one for one in profile.modules if one.kind in kinds]
     whole = facts.share(sum(one.seconds for one in modules)) or 0.0
     paths = tuple(one.path for one in modules)
-    rows = [
+    inside = [
         one
         for one in profile.operators
-        if one.operator_class in SCORES
-        and any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
+        if any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
     ]
+    if any(TORCHS_ATTENTION in one.name for one in inside):
+        return None
+    rows = [one for one in inside if one.operator_class in SCORES]
+    if not any(one.operator_class == "softmax" for one in rows):
+        return None
     cost = sum(one.seconds for one in rows)
     share = facts.share(cost) or 0.0
     if whole < ATTENTION_SHARE or share < LAYER_SHARE:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 from flatout.diagnose.check import Seen, check, where
 from flatout.diagnose.facts import Facts
-from flatout.script.behaviour_seen import BroadcastSeen, GradientsSeen, LayerGradients
+from flatout.script.behaviour_seen import Behaviour, BroadcastSeen, GradientsSeen, LayerGradients
 
-LEAST_SAME, LEAST_NONFINITE = 8, 3
+LEAST_SAME, LEAST_NONFINITE, LEAST_GRAPHS = 8, 3, 3
 LEAST_LOSSES = 120
 """Fewer say nothing of a trend against the noise of batches."""
 LEAST_STEPS = 5
 VANISHED, LEAST_LAYERS = 1e-6, 4
+MOST_TARGETS, TARGETS_SHARE = 4, 0.5
+"""Calls in a row, and of the steps those with a call, of a network that makes targets."""
 FIRST_LAYERS = 3
 """So many from the input on, and no others, show a fall too, in whatever order their sizes are."""
 EXPLODED = 1e4
@@ -27,7 +29,8 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
     means="The loss does not fall, because nothing is learned, or something else than was meant.",
     needs="in the steps that were watched: no weight changed at all; or every gradient was exactly 0; or the loss was "
     "exactly the same in 8 steps in a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test "
-    "at 1 in 1,000, to twice their level; or predictions and targets are broadcast against each other to more elements "
+    "at 1 in 1,000, to twice their level, and no network is called for targets in every second step or more; or "
+    "predictions and targets are broadcast against each other to more elements "
     "than either has, such as [80, 1] and [80]",
     if_wrong="a run is stopped that would have learned later",
 )
@@ -37,7 +40,9 @@ def loss_not_falling(facts: Facts) -> Seen | None:
         return None
     if seen.broadcast_losses:
         return _broadcast(seen.broadcast_losses)
-    why = _why_not_falling(seen.losses, moves=seen.weights_move) or _dead(seen.gradients, seen.losses)
+    why = _why_not_falling(seen.losses, moves=seen.weights_move, moving_targets=_has_moving_targets(seen)) or _dead(
+        seen.gradients, seen.losses
+    )
     if not why:
         return None
     return Seen(
@@ -49,6 +54,34 @@ def loss_not_falling(facts: Facts) -> Seen | None:
         lines=where([one.line for one in seen.backwards], seen.optimizer_lines),
         unknown=CHANGES_LEARNING,
     )
+
+
+@check(
+    means="A softmax comes before the cross-entropy, which takes the softmax itself: gradients are weak, and the loss "
+    "cannot approach 0.",
+    needs="in at least 3 backward passes of a line, and all whose graphs were followed, a log_softmax takes what a "
+    "softmax gives; a log_softmax before it changes nothing and is no finding",
+    if_wrong="the model learns faster, and what reads its outputs as probabilities needs the softmax there",
+)
+def softmax_before_cross_entropy(facts: Facts) -> Seen | None:
+    for one in facts.behaviour.backwards if facts.behaviour is not None else ():
+        if one.softmax_twice < LEAST_GRAPHS or one.softmax_twice < one.graphs:
+            continue
+        softmaxes = facts.lines_calling("softmax", "Softmax")
+        return Seen(
+            title="the loss takes the softmax of a softmax",
+            evidence=f"in {one.softmax_twice} of {one.graphs} backward passes, log_softmax, as in cross_entropy, takes "
+            "what softmax gives",
+            remedy="give cross_entropy the scores, and take the softmax only where probabilities are needed",
+            fault=True,
+            lines=where(
+                softmaxes if len(softmaxes) <= 2 else (),
+                facts.lines_calling("cross_entropy", "CrossEntropyLoss", "log_softmax"),
+                one.line,
+            ),
+            unknown=CHANGES_LEARNING,
+        )
+    return None
 
 
 def _broadcast(losses: Sequence[BroadcastSeen]) -> Seen:
@@ -76,7 +109,20 @@ def _dead(gradients: Sequence[GradientsSeen], losses: Sequence[float | None]) ->
     return ""
 
 
-def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None) -> str:
+def _has_moving_targets(seen: Behaviour) -> bool:
+    """Is a network called in the training loop whose output no backward pass uses, as for the targets of Q-learning?
+
+    Such losses may rise while the network learns. Calls of an evaluation come many in a row."""
+    return any(
+        one.longest_run <= MOST_TARGETS
+        and one.weights
+        and not one.recalibrates
+        and (one.unused if one.grad else one.calls) >= TARGETS_SHARE * seen.steps
+        for one in seen.forwards
+    )
+
+
+def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None, moving_targets: bool) -> str:
     finite = [loss for loss in losses if loss is not None]
     wrong = len(losses) - len(finite)
     if wrong >= LEAST_NONFINITE and losses[-1] is None:
@@ -85,7 +131,7 @@ def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None) -> s
         return f"no weight changed in {len(losses)} steps: the learning rate is 0, or updates are below the rounding"
     if len(losses) >= LEAST_SAME and len(set(losses)) == 1 and losses[0] != 0.0:
         return f"the loss was exactly {losses[0]:.6g} in all {len(losses)} steps"
-    if len(finite) >= LEAST_LOSSES:
+    if len(finite) >= LEAST_LOSSES and not moving_targets:
         third = len(finite) // 3
         first, last = statistics.median(finite[:third]), statistics.median(finite[-third:])
         if trend(finite) > 3.3 and first > 0 and last > 2 * first:

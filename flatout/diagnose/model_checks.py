@@ -135,14 +135,14 @@ def bias_before_norm(facts: Facts) -> Seen | None:
 @check(
     means="The model ends in a softmax, which torch's cross_entropy computes itself.",
     needs="the outermost module is an nn.Sequential that ends in Softmax or LogSoftmax, or its forward returns what "
-    "such a layer gives",
+    "such a layer or a function softmax gives",
     if_wrong="a loss that takes probabilities needs the softmax, as nll_loss needs LogSoftmax",
 )
 def softmax_at_end(facts: Facts) -> Seen | None:
     last = facts.model.last if facts.model is not None else None
     if last is None:
         return None
-    twice = "a second softmax weakens the gradients" if last.kind == "Softmax" else "LogSoftmax would run twice"
+    twice = "a second softmax weakens the gradients" if last.kind != "LogSoftmax" else "LogSoftmax would run twice"
     return Seen(
         title=f"{last.path}: the model ends in {last.kind}; cross_entropy expects scores",
         evidence=f"F.cross_entropy and nn.CrossEntropyLoss apply log_softmax themselves: {twice}",

@@ -166,6 +166,23 @@ class _Reading:
         return bool(calls) and all(calls)
 
     def _last(self) -> LastLayer | None:
+        return self._last_layer() or self._last_function()
+
+    def _last_function(self) -> LastLayer | None:
+        """Of a forward that ends in `torch.softmax(...)`."""
+        source = next((one for one in self._sources(self.model) if one.method("forward") is not None), None)
+        forward = source.method("forward") if source is not None else None
+        if source is None or forward is None:
+            return None
+        returns = [node for node in ast.walk(forward) if isinstance(node, ast.Return)]
+        values = [_value_of(node, forward) for node in returns]
+        if not values or not all(map(_is_softmax, values)):
+            return None
+        last = values[-1]
+        assert last is not None
+        return LastLayer(path=f"{self._shown()}.forward", kind="softmax", line=source.line(last))
+
+    def _last_layer(self) -> LastLayer | None:
         path = "" if _is_sequential(self.model) else self._returned()
         module = None if path is None else self.modules.get(path)
         while path is not None and module is not None and _is_sequential(module) and len(module):
@@ -277,6 +294,22 @@ def _has_format(layer: nn.Conv2d) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _value_of(returned: ast.Return, forward: ast.FunctionDef) -> ast.expr | None:
+    """What it returns; of a name, what the statement right before it assigns."""
+    if not isinstance(returned.value, ast.Name) or returned not in forward.body:
+        return returned.value
+    at = forward.body.index(returned)
+    before = forward.body[at - 1] if at else None
+    if not isinstance(before, ast.Assign) or len(before.targets) != 1 or not isinstance(before.targets[0], ast.Name):
+        return returned.value
+    return before.value if before.targets[0].id == returned.value.id else returned.value
+
+
+def _is_softmax(node: ast.expr | None) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return (called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")) == "softmax"
 
 
 def _called(node: ast.expr | None, own: str) -> str | None:

@@ -24,7 +24,7 @@ from flatout.script.describe import breakdown
 from flatout.script.device_calls import device_name
 from flatout.script.entry import Target
 from flatout.script.epoch_progress import NO_LOADER, TOO_EARLY, Epoch, Progress, progress
-from flatout.script.run_record import RunRecord
+from flatout.script.run_record import RunRecord, on_monotonic
 from flatout.script.runner import Runner
 from flatout.statistics import median
 
@@ -57,6 +57,9 @@ class RunState:
     """The script's exit code; None while it runs."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the run."""
+    ranks_folder: str | None = None
+    """Where the ranks of a run on several devices keep their records; those of processes that the script starts are
+    beside this state."""
     device: str | None = None
     """Where the weights are; None: no step was seen yet."""
     steps: int = 0
@@ -105,9 +108,17 @@ class RunStates:
     """The states of one run, from its start to its end."""
 
     def __init__(
-        self, target: Target, runner: Runner, *, plan: Plan | None, notes: Sequence[str], command: str
+        self,
+        target: Target,
+        runner: Runner,
+        *,
+        plan: Plan | None,
+        notes: Sequence[str],
+        command: str,
+        ranks_folder: str | None = None,
     ) -> None:
         """notes: what was said of the plan before the script started. command: the script, as a shell reads it."""
+        self._ranks_folder = ranks_folder
         self._name, self._runner, self._plan, self._notes, self._command = (
             target.name,
             runner,
@@ -148,10 +159,11 @@ class RunStates:
             ended=ended,
             status=status,
             visible_devices=self._visible_devices,
+            ranks_folder=self._ranks_folder,
             device=device_name(subject) if record.steps else None,
             steps=record.steps,
             step_seconds=record.recent_seconds,
-            last_step_clock=_on_monotonic(record.last_step_at),
+            last_step_clock=on_monotonic(record.last_step_at),
             parts_seconds=seen,
             parts_step_seconds=median([row.seconds for row in record.rows]) if record.rows else None,
             epoch=self._progress.epoch,
@@ -217,11 +229,6 @@ def _no_progress() -> Progress:
     return Progress(
         epoch=None, epoch_unknown_because=NO_LOADER, samples_per_step=None, samples_unknown_because=NO_LOADER
     )
-
-
-def _on_monotonic(clock: float | None) -> float | None:
-    """A reading of time.perf_counter() as one of time.monotonic(), which all processes share."""
-    return None if clock is None else clock - time.perf_counter() + time.monotonic()
 
 
 def _thinned(values: Sequence[T]) -> tuple[T, ...]:

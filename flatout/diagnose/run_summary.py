@@ -20,7 +20,7 @@ from flatout.plan import Plan
 from flatout.script.describe import observe
 from flatout.script.entry import Target
 from flatout.script.memory_death import MemoryDeath, inspect_death
-from flatout.script.process_record import ProcessRecord, in_order, process_record, rank_now
+from flatout.script.process_record import Others, Place, ProcessRecord, in_order, place_now, process_record
 from flatout.script.run_record import RunRecord
 from flatout.script.runner import Runner
 from flatout.timing import Load
@@ -58,7 +58,7 @@ class RunSummary:
     began: float | None = None
     """When the script was started, on the clock of time.perf_counter()."""
     processes: tuple[ProcessRecord, ...] = ()
-    """Where processes that the script started trained: all that trained, its own first."""
+    """Where several trained: all that did, the script's own first."""
 
     @property
     def flops_per_step(self) -> float | None:
@@ -76,12 +76,12 @@ def summarise(
     notes: Sequence[str],
     machine: Machine | None,
     began: float,
-    processes: Sequence[ProcessRecord] = (),
+    others: Others | None = None,
 ) -> RunSummary:
     """What is known now, while the script runs or when it has ended.
 
-    notes: what was said of the plan before the script started. machine: None: detected now. processes: those started
-    by the script that trained.
+    notes: what was said of the plan before the script started. machine: None: detected now. others: processes that
+    trained beside this one.
     """
     record, watch, applied = runner.record, runner.watch, runner.applied
     wall, machine = time.perf_counter() - began, machine or detect()
@@ -90,11 +90,8 @@ def summarise(
         observed = observe(watch, threads_at_start=runner.threads_at_start, rows=record.rows, loaders=False)
     rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
     rolled_back += tuple(watch.subject.incidents)
-    started = len(processes)
-    if processes and record.steps:
-        started_at = time.time() - wall
-        own = process_record(runner, rank=rank_now(), started_at=started_at, ended=True, started_by_script=False)
-        processes = [own, *processes]
+    others = others or Others()
+    processes = _processes(runner, others, started_at=time.time() - wall)
     said = [*notes, *([runner.fault] if runner.fault is not None else [])]
     said += [f"left off: {label} ({why})" for label, why in runner.left_off]
     facts = Facts(
@@ -109,7 +106,9 @@ def summarise(
             nearly_out=record.nearly_out,
             rolled_back=rolled_back,
             epochs=runner.epochs,
-            processes=started,
+            processes=len(others.started),
+            ranks=processes,
+            devices=others.devices,
         ),
     )
     return RunSummary(
@@ -134,8 +133,20 @@ def summarise(
         tokens_per_step=runner.batches.tokens_per_step,
         samples_reasons=runner.batches.reasons(),
         death=_death(target, runner),
-        processes=in_order(processes),
+        processes=processes,
     )
+
+
+def _processes(runner: Runner, others: Others, *, started_at: float) -> tuple[ProcessRecord, ...]:
+    """All that trained, in order; none where this process trained alone."""
+    found = [*others.started, *others.ranks]
+    if runner.record.steps and (found or others.place is not None):
+        place = others.place or place_now(Place())
+        by_script = others.place is not None
+        found.append(
+            process_record(runner, place=place, started_at=started_at, ended=True, started_by_script=by_script)
+        )
+    return in_order(found)
 
 
 def _death(target: Target, runner: Runner) -> MemoryDeath | None:

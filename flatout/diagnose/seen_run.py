@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from flatout.diagnose.run_state import RunState
 from flatout.machine.processes import pid_namespace, process_condition
@@ -25,8 +25,24 @@ class SeenRun:
         return {"folder": self.folder, "condition": self.condition, "state": self.state.to_json()}
 
 
-def condition_of(state: RunState) -> Condition:
-    """Of the process that wrote this state."""
+class Written(Protocol):
+    """What a process has written of itself: the state of a run, or the record of a rank."""
+
+    @property
+    def ended(self) -> object: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def pid_namespace(self) -> str | None: ...
+
+    @property
+    def process_started(self) -> str | None: ...
+
+
+def condition_of(state: Written) -> Condition:
+    """Of the process that wrote this."""
     if state.ended:
         return "ended"
     if state.pid_namespace != pid_namespace():

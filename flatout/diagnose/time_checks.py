@@ -14,6 +14,8 @@ EVALUATION_SHARE_LIMIT, OTHER_SHARE_LIMIT = 0.3, 0.3
 PROFILED_EVALUATION_LIMIT = 1.0
 """Of a step: a profile sees few epochs, of a script that may be run for short ones to try it."""
 LEAST_SHARE = 0.05
+LEAST_FORWARD = 0.1
+"""Of the time of the backward pass: a forward pass takes a third of it or more."""
 LEAST_SAMPLES = 12
 PYTHON_SHARE = 0.1
 MANY_LOSSES = 16
@@ -79,7 +81,8 @@ def disk_time(facts: Facts) -> Seen | None:
 
 @check(
     means="The script's own Python takes much of a step.",
-    needs="after a run, 30 % of a step outside of the model, the loader and the optimizer; after a profile, 10 % in "
+    needs="after a run, 30 % of a step outside of the model, the loader and the optimizer, where modules compute the "
+    "model, so that their time is known; after a profile, 10 % in "
     "lines that neither compute with tensors nor plot, log or write, or in a loss that is called 16 times a step",
     if_wrong="a loop is rewritten that was not the slowest part",
 )
@@ -87,7 +90,7 @@ def python_time(facts: Facts) -> Seen | None:
     if facts.behaviour is not None and facts.profile is not None:
         return _own_python(facts) or _loss_by_loss(facts)
     share, seconds, step = facts.part_share("other"), facts.part_seconds("other"), facts.step_seconds
-    if share is None or seconds is None or step is None or share < OTHER_SHARE_LIMIT:
+    if share is None or seconds is None or step is None or share < OTHER_SHARE_LIMIT or not _has_forward(facts):
         return None
     return Seen(
         title=f"much of a step is spent outside the model, data loading and optimizer: {share:.0%} of a step",
@@ -97,6 +100,12 @@ def python_time(facts: Facts) -> Seen | None:
         remedy="look at what the loop itself does every step",
         command=facts.tune,
     )
+
+
+def _has_forward(facts: Facts) -> bool:
+    """Is the model in the calls of modules? One of functions and weights passed by hand is part of what is left."""
+    forward, backward = facts.part_seconds("forward"), facts.part_seconds("backward")
+    return forward is None or (forward > 0 and forward >= LEAST_FORWARD * (backward or 0.0))
 
 
 def _own_python(facts: Facts) -> Seen | None:

@@ -83,8 +83,8 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
 @check(
     means="The learning rate scheduler steps before the optimizer: the first rate of the schedule is skipped.",
     needs="in at least 3 steps it came between backward and the optimizer's step; or it stands before the "
-    "optimizer's step in the same loop, and was called there; or torch has warned that it came first, and no "
-    "gradient scaler left that step out",
+    "optimizer's step in the same loop, or before the loop with them in the loop over epochs, and was called there; or "
+    "torch has warned that it came first, and no gradient scaler left that step out",
     if_wrong="the schedule begins one step later",
 )
 def scheduler_order(facts: Facts) -> Seen | None:
@@ -108,6 +108,9 @@ def scheduler_order(facts: Facts) -> Seen | None:
                 lines=where(one.line, optimizer),
                 unknown="it changes what is learned, not the time",
             )  # fmt: skip
+    early = _first_in_epoch(facts)
+    if early is not None:
+        return early
     warned = [one for one in seen.schedulers if one.warned]
     if not warned or seen.scaler:
         return None
@@ -119,6 +122,47 @@ def scheduler_order(facts: Facts) -> Seen | None:
         lines=where([one.line for one in warned]),
         unknown="it changes what is learned, not the time",
     )
+
+
+def _first_in_epoch(facts: Facts) -> Seen | None:
+    """Torch warns of it too, unless the script has turned warnings off."""
+    called = {one.line[:2] for one in facts.behaviour.schedulers} if facts.behaviour is not None else set()
+    for early, steps in facts.source.scheduler_first_in_epoch if facts.source is not None else ():
+        if early[:2] in called:
+            return Seen(
+                title="the scheduler steps before the optimizer",
+                evidence=f"{early[0]}:{early[1]} is called at the beginning of each epoch, also of the first one",
+                remedy="call scheduler.step() at the end of an epoch, not at its beginning",
+                fault=True,
+                lines=where(early, steps),
+                unknown="it changes what is learned, not the time",
+            )
+    return None
+
+
+@check(
+    means="A learning rate scheduler never steps: the rate stays what it is at the beginning.",
+    needs="the scheduler's optimizer stepped in the window, the scheduler has not stepped since it was made, and no "
+    "file of the script steps it or gives it to anything",
+    if_wrong="the learning rate changes as the schedule says",
+)
+def scheduler_never_steps(facts: Facts) -> Seen | None:
+    seen, source = facts.behaviour, facts.source
+    lines = source.unused_schedulers if source is not None else ()
+    for one in seen.idle_schedulers if seen is not None else ():
+        made = [line for line in lines if line[:2] in {found[:2] for found in facts.lines_calling(one.kind)}]
+        if made and one.steps >= LEAST_STEPS:
+            return Seen(
+                title=f"{one.kind} is made and never steps",
+                evidence=f"the optimizer has stepped {one.steps} times while the script was watched, the scheduler "
+                "not once, and no line of the script calls its step() or passes it on",
+                remedy="scheduler.step() after each epoch, or after each step of the optimizer where the schedule "
+                "counts steps; or leave the scheduler out",
+                fault=True,
+                lines=where(made, seen.optimizer_lines if seen is not None else ()),
+                unknown="it changes what is learned, not the time",
+            )
+    return None
 
 
 @check(

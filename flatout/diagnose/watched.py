@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
+from flatout.diagnose.live_ranks import LiveRanks
 from flatout.diagnose.run_energy import Energy
 from flatout.diagnose.seen_run import SeenRun
 from flatout.machine.ceilings import Ceilings
@@ -22,6 +23,8 @@ class Watched:
     single: bool = False
     processes: tuple[ProcessUse, ...] = ()
     """Below the run that was asked for: loader workers, for example."""
+    ranks: LiveRanks = field(default_factory=LiveRanks)
+    """Of it, where several processes train."""
     energy: Energy | None = None
     ceilings: Ceilings | None = None
 
@@ -34,6 +37,7 @@ class Watched:
         return {
             "runs": [one.to_json() for one in self.runs],
             "devices": self.devices.to_json(),
+            "ranks": self.ranks.to_json(),
             "processes": [asdict(one) for one in self.processes],
             "energy": None if self.energy is None else self.energy.to_json(),
         }

@@ -47,11 +47,11 @@ class _ProductStruct(ctypes.Structure):
 
 
 @functools.cache
-def obstacle() -> str | None:
-    """Why products on matrix units are not available here; None where they are."""
+def obstacle(library: str = "linear") -> str | None:
+    """Why this library cannot use matrix units here, products by default; None where it can."""
     if "amx_bf16" not in detect().cpu.features:
         return "this processor has no matrix units for bf16 (AMX)"
-    found = native("linear")
+    found = native(library)
     if found.library is None:
         return f"the kernel is not available: {found.reason}"
     if not found.library.flatout_has_matrix_units():

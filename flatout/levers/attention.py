@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 PRODUCTS = {"matmul", "bmm", "einsum"}
+HF_IMPLEMENTATION, EAGER = "_attn_implementation", "eager"
+"""Of the configuration of a transformers model, whose modules hold the code of all implementations."""
 DEPTH = 3
 """A forward, a method that it calls, a function that the method calls."""
 
@@ -76,6 +78,8 @@ def _below(module: Module) -> Iterator[Module]:
 
 
 def _by_hand(module: Module, verdicts: dict[type, bool]) -> bool:
+    if getattr(getattr(module, "config", None), HF_IMPLEMENTATION, EAGER) != EAGER:
+        return False
     kind = type(module)
     if kind not in verdicts:
         names: set[str] = set()

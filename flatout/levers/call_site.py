@@ -20,6 +20,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
+from flatout.tracebacks import INSTALLED, is_users_file
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -122,7 +124,7 @@ def _caught(frame: FrameType) -> str:
 @functools.lru_cache(maxsize=1024)
 def _site(code: CodeType, file: str, instruction: int, method: str) -> Site:
     """file: that of the code; code objects of different files may compare equal."""
-    where, place, tree = Path(file).name, _place(code, instruction), _tree(code)
+    where, place, tree = _named(file), _place(code, instruction), _tree(code)
     if tree is None or place is None:
         return Site(obstacle=f"the source of {where} cannot be read, or is not what runs")
     where = f"{where}:{place[0]}"
@@ -131,6 +133,14 @@ def _site(code: CodeType, file: str, instruction: int, method: str) -> Site:
             if _call(statement, method) is not None and _range(statement) == place:
                 return _site_in(block, index, where) if method == "backward" else _site_before(block, index, where)
     return Site(obstacle=f"{where}: {method}() is not a statement of its own")
+
+
+def _named(file: str) -> str:
+    """'train.py'; of a library, which the user would look for in vain among the script's files, 'click's core.py'."""
+    if is_users_file(file) or file.startswith("<"):
+        return Path(file).name
+    package = file.rpartition(INSTALLED)[2].partition("/")[0] if INSTALLED in file else "Python"
+    return f"{package}'s {Path(file).name}"
 
 
 def _site_before(block: Sequence[ast.stmt], index: int, where: str) -> Site:
@@ -182,7 +192,7 @@ def _path(node: ast.expr) -> Names:
 
 @functools.lru_cache(maxsize=1024)
 def _handler(code: CodeType, file: str, instruction: int) -> str:
-    where, place, tree = Path(file).name, _place(code, instruction), _tree(code)
+    where, place, tree = _named(file), _place(code, instruction), _tree(code)
     if tree is None or place is None:
         return f"the source of {where} cannot be read, or is not what runs"
     for node in ast.walk(tree):

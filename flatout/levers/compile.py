@@ -11,7 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.first_compilation import compiler_is_there, in_our_cache, usual_compile_seconds
+from flatout.levers.first_compilation import (
+    compiler_is_there,
+    headers_precompiled_meanwhile,
+    in_our_cache,
+    usual_compile_seconds,
+)
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.model_call import set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
@@ -69,9 +74,15 @@ class Compile(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
-        mode = str(value)
-        with _as_eager(), versions_allowed(), subject.modules.each(lambda module: _compile(subject, module, mode)):
-            yield
+        with _as_eager(), versions_allowed(), headers_precompiled_meanwhile() as precompile:
+
+            def compiled(module: Module) -> Undo[Module] | None:
+                if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+                    precompile()
+                return _compile(subject, module, str(value))
+
+            with subject.modules.each(compiled):
+                yield
 
     def label(self, value: Value) -> str:
         return self.name if value == "default" else f"torch.compile {value}"

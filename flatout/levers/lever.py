@@ -153,7 +153,8 @@ class Choice:
     lever: Lever
     value: Any  # a Value; `Plan(**{field: value})` takes narrower types, and checks them itself
     relaxed: bool = False
-    """The script's numbers changed by more than the lever claims, so here it claims only 'reduced'."""
+    """Here it claims only 'reduced': the script's numbers changed by more than the lever claims, or there was no time
+    to prove it without 'reduced' levers."""
 
     @property
     def exactness(self) -> Exactness:
@@ -182,10 +183,22 @@ class Choice:
         return [self.lever.name, self.value]
 
 
+Graph = frozenset[tuple[str, str]] | None
+"""The choices that a compiled model depends on; None: nothing is compiled."""
+
+
 def split_by_switch(choices: Sequence[Choice]) -> tuple[list[Choice], list[Choice]]:
     """(those that must be on from the start of a process, those that may be switched while it runs)"""
     live = [choice for choice in choices if choice.lever.switch == "live"]
     return [choice for choice in choices if choice not in live], live
+
+
+def graph_of(choices: Sequence[Choice]) -> Graph:
+    if not any(one.lever.compiles for one in choices):
+        return None
+    return frozenset(
+        (one.field, str(one.value)) for one in choices if one.lever.acts_on_forward or one.lever.recompiles
+    )
 
 
 def choices_from_json(data: Sequence[Sequence[Value]], levers: Sequence[Lever]) -> list[Choice]:

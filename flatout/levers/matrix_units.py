@@ -42,8 +42,12 @@ class MatrixUnits(Lever):
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
-        saved, share = observed.saved_by_dtype(machine, "bf16"), _linear_share(observed)
-        return Saving(expected=0.8 * share * saved, least=-0.1, most=share * max(saved, 0.95 * observed.busy_share))
+        saved, share, why = observed.saved_by_dtype(machine, "bf16"), _linear_share(observed), ""
+        if observed.large_share is not None:
+            share = observed.large_share
+            why = f"{share:.0%} of a step's products are large enough"
+        most = share * max(saved, 0.95 * observed.busy_share)
+        return Saving(expected=0.8 * share * saved, least=-0.1, most=most, why=why)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
@@ -90,7 +94,7 @@ class MatrixUnits(Lever):
 
 
 def _linear_share(observed: Observed) -> float:
-    """Of the model's products, roughly: by the number of layers, as convolutions stay torch's."""
+    """Of the model's products, where they were not counted: by the number of layers, as convolutions stay torch's."""
     linears = sum(module.linears for module in observed.modules)
     return linears / max(1, linears + sum(module.convolutions for module in observed.modules))
 
@@ -104,7 +108,7 @@ class _Taken:
 
     def __init__(self, is_plain: Callable[[object], bool]) -> None:
         from flatout.kernels.matrix_units import ELEMENTS, readable
-        from flatout.kernels.training_operators import MASK_KINDS, attention, gelu_tanh, linear
+        from flatout.kernels.operators import MASK_KINDS, attention, gelu_tanh, linear
 
         self._is_plain, self._readable = is_plain, readable
         self._elements, self._mask_kinds = ELEMENTS, MASK_KINDS

@@ -76,6 +76,7 @@ class StepWork:
     operations_per_step: int
     denormal_share: float | None
     denormal_slowdown: float | None
+    large_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,8 @@ class Observed:
     backwards_per_step: float | None = None
     flops_per_step: float | None = None
     """Floating-point operations of the products in one step."""
+    large_share: float | None = None
+    """Of these: in linear layers and attention that Flatout's kernels for matrix units are made for."""
     operations_per_step: int | None = None
     """As torch dispatches them."""
     denormal_share: float | None = None

@@ -80,6 +80,20 @@ def joined() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def joined_rank() -> int:
+    """Which of these ranks this process is; 0 where torch.distributed has not begun."""
+    from torch import distributed
+
+    return distributed.get_rank() if joined() else 0
+
+
+def joined_ranks() -> int:
+    """How many ranks have joined this process in torch.distributed; 1 where it has not begun."""
+    from torch import distributed
+
+    return distributed.get_world_size() if joined() else 1
+
+
 def _check_timeout(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UsageError(f"timeout_seconds is {value!r}", limit="it is a finite number above 0", remedy="pass 600")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from flatout.memory.allocator_settings import AllocatorSettings
 from flatout.memory.caching_allocator import CachingAllocator
 from flatout.memory.timeline import CATEGORIES, Allocation, Category, Timeline, by_category
+from flatout.notebook_tables import ShownAsText
 from flatout.units import format_bytes
 
 MOST_HOLDERS = 12
@@ -30,8 +31,8 @@ class Holder:
     dtype: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryForecast:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryForecast(ShownAsText):
     """The peak of one training step, the steady one: gradients and the optimizer's state are there.
 
     `peak_bytes` is what the device must have: tensors on the CPU, reserved memory on CUDA. The categories add up to

@@ -13,7 +13,18 @@ if TYPE_CHECKING:
 
     from flatout.plan import Plan
 
-COMPARED = ("parallel", "micro_batches", "precision", "batch_norm", "gradient_compression", "nonfinite")
+COMPARED = (
+    "parallel",
+    "micro_batches",
+    "precision",
+    "batch_norm",
+    "gradient_compression",
+    "ddp_bucket_mib",
+    "ddp_static_graph",
+    "fsdp_dtype",
+    "fsdp_keep_gathered",
+    "nonfinite",
+)
 """Choices that decide what ranks send one another."""
 
 

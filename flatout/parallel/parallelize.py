@@ -63,10 +63,10 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     if plan.parallel == "fsdp":
         from flatout.parallel.shard import sharded
 
-        return sharded(model, optimizer)
+        return sharded(model, optimizer, plan)
     from flatout.parallel.replicate import replicated
 
-    strategy = replicated(model, compression=plan.gradient_compression)
+    strategy = replicated(model, plan)
     if plan.parallel == "zero1" and strategy.group is not None:
         from flatout.parallel.sharded_updates import ShardedUpdates
 

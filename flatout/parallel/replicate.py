@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -22,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.memory.fake_run import is_fake
 from flatout.parallel.strategy import Strategy, group_or_none
+
+if TYPE_CHECKING:
+    from flatout.plan import Plan
 
 COMPRESSIONS: dict[str, Callable[..., Any]] = {  # as torch has them: it does not type its hooks
     "bf16": default_hooks.bf16_compress_hook,
@@ -43,7 +46,7 @@ class _Calls(torch.nn.Module):
         return call()
 
 
-def replicated(model: torch.nn.Module, *, compression: str | None = None) -> Strategy:
+def replicated(model: torch.nn.Module, plan: Plan) -> Strategy:
     """Train `model` on every rank, from rank 0's weights."""
     group = group_or_none(distributed.group.WORLD)
     if group is None:
@@ -58,7 +61,7 @@ def replicated(model: torch.nn.Module, *, compression: str | None = None) -> Str
     def settled() -> Strategy:
         if is_fake(next(model.parameters())):
             return _as_ddp_holds_memory(model, group)
-        return _in_ddp(model, compression, unused=not all_used)
+        return _in_ddp(model, plan, unused=not all_used)
 
     return Strategy(group=group, after_backward=average, settled=settled)
 
@@ -137,17 +140,20 @@ def _as_ddp_holds_memory(model: torch.nn.Module, group: ProcessGroup) -> Strateg
     return Strategy(group=group, close=close)
 
 
-def _in_ddp(model: torch.nn.Module, compression: str | None, *, unused: bool) -> Strategy:
+def _in_ddp(model: torch.nn.Module, plan: Plan, *, unused: bool) -> Strategy:
     options: dict[str, Any] = {_syncs_buffers(): any(True for _ in model.buffers())}  # keywords of DDP
+    if plan.ddp_bucket_mib is not None:
+        options["bucket_cap_mb"] = plan.ddp_bucket_mib
     ddp = DistributedDataParallel(
         _Calls(model),
-        find_unused_parameters=unused,
+        find_unused_parameters=unused and not plan.ddp_static_graph,  # with a static graph it sees that by itself
+        static_graph=bool(plan.ddp_static_graph),
         gradient_as_bucket_view=True,
         init_sync=False,  # the ranks are the same already
         **options,
     )
-    if compression is not None:
-        ddp.register_comm_hook(None, COMPRESSIONS[compression])
+    if plan.gradient_compression is not None:
+        ddp.register_comm_hook(None, COMPRESSIONS[plan.gradient_compression])
     strategy = wrapped_by_user(ddp)
     strategy.wrapper = lambda module, call: ddp(call)
     return strategy

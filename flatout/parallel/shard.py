@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from flatout.data.nested import tensors_in
 from flatout.errors import UsageError
@@ -22,6 +24,9 @@ from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.whole_tensors import is_distributed, like
 from flatout.torch_private.attributes import view_base
 from flatout.torch_private.dispatch import disable_current_modes
+
+if TYPE_CHECKING:
+    from flatout.plan import Plan
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -75,19 +80,24 @@ class _Outputs:
                 )
 
 
-def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
+def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Strategy:
     """Shard the model over all ranks, in place, and give the optimizer the sharded parameters.
 
     Every rank begins with rank 0's weights. State that the optimizer holds already is sharded with its parameters.
+    What the model returns keeps its dtype under fsdp_dtype, so that losses are computed in fp32.
     """
     same_on_all_ranks(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     device = next(iter(before.values())).device.type
     with disable_current_modes():  # it computes with the ranks' numbers, in a forecast too
         mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    gathered = torch.bfloat16 if plan.fsdp_dtype == "bf16" else None
+    inside = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=gathered and torch.float32)
+    outside = replace(inside, output_dtype=gathered and torch.float32)
+    again = False if plan.fsdp_keep_gathered else None  # None: torch's default, which gathers blocks twice
     for block in repeated_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=inside, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, mp_policy=outside, reshard_after_forward=again)
     after = dict(model.named_parameters(remove_duplicate=False))
     exchange_parameters(optimizer, [(old, after[name]) for name, old in before.items()])
     return sharded_by_user(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from flatout.arguments import as_plan, as_whole_number, wrong
+from flatout.arguments import as_plan, as_whole_number, described, wrong
 from flatout.errors import FlatoutError, UsageError, describe_error
 from flatout.machine.published_peaks import GpuEntry, catalogue_entry
 from flatout.plan import Plan
@@ -18,6 +18,7 @@ from flatout.predicted_time.gpu_rates import H100, MEASURED_ON, gpu_time
 from flatout.predicted_time.prediction import Prediction, WhatIf
 from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.sizing.training import Training, check_batch_size
+from flatout.timing import LoadWatch, contention
 from flatout.train.step import TrainStep
 
 USUAL_DEVICES = ("rtx-4090", "l4", "l40s", "a100-80gb", "h100", "h200", "b200", "rtx-5090")
@@ -26,6 +27,9 @@ UNCERTAINTY, UNCERTAINTY_ASSUMED, UNCERTAINTY_RECURRENT = 0.3, 0.5, 0.6
 which one model alone was measured."""
 UNCERTAINTY_HERE = 0.2
 """Of nine in ten steps of 6 small models under another precision, batch size or number of threads, on an Intel Xeon."""
+UNCERTAINTY_BUSY, UNCERTAINTY_MOST = 0.5, 0.9
+"""Where other work kept this machine busy meanwhile, at least; and at most."""
+MATERIAL_DOUBT = 0.25
 MEASURED_CAPABILITY = (9, 0)
 ROOM = 0.8
 """Of a GPU's memory: tensors of a script that take less leave enough for what else is there."""
@@ -35,6 +39,7 @@ HOST_NOTE = (
     "torch.compile help there"
 )
 CPU = "cpu"
+DEVICES_ARE = "it is a list of names, such as ['h100', 'cpu']"
 
 
 def whatif(
@@ -206,11 +211,13 @@ def _prices(prices: Mapping[str, float] | None) -> dict[str, float]:
 def _device_names(devices: Sequence[str] | None) -> list[str]:
     if devices is None:
         return list(USUAL_DEVICES)
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-        raise wrong("devices", devices, "it is a list of names, such as ['h100', 'cpu']")
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise wrong("devices", devices, DEVICES_ARE)
+    if not devices:
+        raise UsageError("devices is empty", limit=DEVICES_ARE, remedy="leave it out for eight usual GPUs")
     for one in devices:
         if not isinstance(one, str):
-            raise wrong("devices", devices, "it is a list of names, such as ['h100', 'cpu']")
+            raise UsageError(f"devices has {described(one)} in it", limit=DEVICES_ARE)
     return list(dict.fromkeys(one if one == CPU else catalogue_entry(one).key for one in devices))
 
 
@@ -254,6 +261,7 @@ def _here(training: Training, wanted: Training, samples: int, threads: int | Non
     )
     if training.device_type != CPU:
         return replace(nothing, reason=f"the model is on {training.device_type}, and the present step is what is timed")
+    load = LoadWatch()
     try:
         time = replayed(training, wanted, samples=training.samples, other_samples=samples, threads=threads)
     except NotReplayableError as error:
@@ -264,13 +272,27 @@ def _here(training: Training, wanted: Training, samples: int, threads: int | Non
         return replace(nothing, reason=describe_error(error))
     forecast = forecast_training(wanted, find_target(CPU, training.model), samples)
     missing = ", ".join(time.left_out)
+    uncertainty, notes = _doubts(time.doubt, contention(load.read()))
     return replace(
-        _within(nothing, time.step_seconds, UNCERTAINTY_HERE),
+        _within(nothing, time.step_seconds, uncertainty),
+        present_seconds=time.present_seconds,
+        notes=notes,
         basis=f"{nothing.basis}, but for {missing}" if missing else nothing.basis,
         device_seconds=time.step_seconds,
         peak_bytes=forecast.peak_bytes,
         fits=forecast.peak_bytes * (1 + forecast.uncertainty) <= available_memory_bytes(),
     )
+
+
+def _doubts(doubt: float, contended: str | None) -> tuple[float, tuple[str, ...]]:
+    """(uncertainty, notes) of a prediction on this machine. doubt: as of ReplayedTime."""
+    notes = [contended] if contended is not None else []
+    if doubt > MATERIAL_DOUBT:
+        notes.append(f"unstable: times that should be equal differed by {doubt:.0%}")
+    if not notes:
+        return UNCERTAINTY_HERE, ()
+    notes[-1] += "; the range is wider for it; try again when the machine is idle"
+    return min(UNCERTAINTY_MOST, max(UNCERTAINTY_BUSY, UNCERTAINTY_HERE + doubt)), tuple(notes)
 
 
 def _precision(plan: Plan) -> str:

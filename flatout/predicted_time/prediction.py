@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from flatout.notebook_tables import ShownAsText
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -41,6 +43,10 @@ class Prediction:
     fits: bool | None = None
     watts: float | None = None
     """Of the GPU's board, published."""
+    present_seconds: float | None = None
+    """That the present step took on this machine, where it was timed for the prediction."""
+    notes: tuple[str, ...] = ()
+    """What makes it doubtful."""
     price_per_hour: float | None = None
     """As it was given."""
 
@@ -65,8 +71,8 @@ class Prediction:
         return {**asdict(self), **derived, "price_per_million_samples": self.price_per_million_samples}
 
 
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class WhatIf(ShownAsText):
     """One training step on several devices: `predictions`, the fastest first, those that are unknown last."""
 
     name: str

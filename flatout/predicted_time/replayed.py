@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.predicted_time.fake_steps import fake_step
 from flatout.profiling.operator_classes import moves_no_data, operator_class
 from flatout.statistics import median
+from flatout.units import format_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 OPERATOR_SECONDS, OPERATOR_CALLS = 0.015, 2
 """Each operator is called at least so often and so long, in each pass."""
 STEP_SECONDS, STEP_CALLS = 0.7, 3
+FAR_APART = 3.0
+"""Operators one by one do not take so many times as long as the step that calls them."""
 PASSES = 2
 """Some seconds apart, of which the faster counts: other work on the machine slows one of them down."""
 CALL_SECONDS = 6e-6
@@ -44,6 +47,10 @@ class ReplayedTime:
     """Of a step that was not taken."""
 
     step_seconds: float
+    present_seconds: float
+    """Of the present step, as it was taken."""
+    doubt: float
+    """As a share: by how much what should be equal differed, the step in two passes, or it and its operators."""
     left_out: tuple[str, ...]
     """Operators that cannot be called by themselves."""
 
@@ -102,12 +109,13 @@ def replayed(
 
     from flatout.torch_private.attributes import name_in_schema
 
-    present_calls, calls = _calls(present, samples), _calls(other, other_samples)
-    if any(operator_class(name_in_schema(call.operation)) == "recurrent" for call in (*present_calls, *calls)):
+    found, others = _calls(present, samples), _calls(other, other_samples)
+    if any(operator_class(name_in_schema(one.operation)) == "recurrent" for one in (*found.values(), *others.values())):
         raise NotReplayableError("recurrent layers cannot be timed operator by operator")
     taken: list[float] = []
     before = torch.get_num_threads()
-    on_threads = [replace(call) for call in present_calls] if threads is not None else present_calls
+    same = {key: replace(call) for key, call in found.items()} if threads is not None else found
+    present_calls, on_threads, calls = list(found.values()), list(same.values()), list(others.values())
     for _ in range(PASSES):
         taken.append(_measured(present))
         _time(present_calls)
@@ -115,12 +123,19 @@ def replayed(
             if threads is not None:
                 torch.set_num_threads(threads)
                 _time(on_threads)
-            _time(calls)
+            _time([call for key, call in others.items() if key not in same])
         finally:
             torch.set_num_threads(before)
+    for key, call in others.items():  # what both steps call is timed once, so that noise cannot make it differ
+        call.seconds = same[key].seconds if key in same else call.seconds
     measured, now, then = min(taken), _seconds(present_calls), _seconds(calls)
     if not now:
         raise NotReplayableError("none of the step's operators could be timed by itself")
+    if now > FAR_APART * measured:
+        raise NotReplayableError(
+            f"the operators of the present step took {format_seconds(now)} one by one, and the step itself "
+            f"{format_seconds(measured)}: other work on the machine slows them down; try again when it is idle"
+        )
     launching = min(max(0.0, measured - now), CALL_SECONDS * _count(present_calls))
     rest = measured - now - launching
     if rest > 0:
@@ -130,6 +145,8 @@ def replayed(
         rest = 0.0
     return ReplayedTime(
         step_seconds=then + launching * _count(calls) / _count(present_calls) + rest,
+        present_seconds=measured,
+        doubt=max(max(taken) / measured, now / measured) - 1,
         left_out=tuple(dict.fromkeys(str(call.operation) for call in (*present_calls, *calls) if not call.seconds)),
     )
 
@@ -152,7 +169,8 @@ def _measured(training: Training) -> float:
     return median(taken)
 
 
-def _calls(training: Training, samples: int) -> Sequence[_Call]:
+def _calls(training: Training, samples: int) -> dict[str, _Call]:
+    """By operator and what it is given."""
     from flatout.torch_private.attributes import name_in_schema
     from flatout.torch_private.dispatch import ListeningMode
 
@@ -174,7 +192,7 @@ def _calls(training: Training, samples: int) -> Sequence[_Call]:
 
     with fake_step(training, samples, as_on_cuda=False) as step, Recorder():
         step()
-    return list(found.values())
+    return found
 
 
 def _described(value: object) -> object:

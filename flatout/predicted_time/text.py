@@ -36,8 +36,15 @@ def whatif_text(found: WhatIf) -> str:
         lines.append("price     of a million samples, in the currency of --price")
     bases = list(dict.fromkeys(one.basis for one in found.predictions))
     lines += [f"from      {basis}" for basis in bases]
+    lines += [f"now       {_present(one)}" for one in found.predictions if one.present_seconds is not None]
+    lines += [f"note      {note}" for one in found.predictions for note in one.notes]
     lines += [f"note      {note}" for note in found.notes]
     return "\n".join(lines)
+
+
+def _present(one: Prediction) -> str:
+    assert one.present_seconds is not None
+    return f"the present step took {format_seconds(one.present_seconds)} on {one.device}"
 
 
 def _row(one: Prediction) -> tuple[str, ...]:

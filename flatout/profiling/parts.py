@@ -17,15 +17,16 @@ _BUSY = ("copies", "forward", "backward", "optimizer", "communication")
 
 def parts_on_cpu(spans: Mapping[str, float], communication: float = 0.0) -> StepParts:
     """spans: seconds by kind, that add up to the step (without 'evaluation'). communication: of it, spent in
-    collectives, which run inside the backward pass."""
-    inside = min(communication, spans.get("backward", 0.0))
+    collectives inside the backward pass, where the spans do not say how long the process waited for other ranks."""
+    waited = spans.get("communication", 0.0)
+    inside = 0.0 if waited else min(communication, spans.get("backward", 0.0))
     return StepParts(
         data=spans.get("data", 0.0),
         copies=spans.get("transfer", 0.0),
         forward=spans.get("forward", 0.0),
         backward=spans.get("backward", 0.0) - inside,
         optimizer=spans.get("optimizer", 0.0),
-        communication=inside,
+        communication=waited + inside,
         idle=0.0,
         other=spans.get("other", 0.0) + spans.get("sync", 0.0),
     )

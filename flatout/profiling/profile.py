@@ -170,6 +170,30 @@ class KernelRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectiveRow:
+    """One kind of exchange with other ranks, per step: 'gloo:all_reduce', a kernel of NCCL."""
+
+    name: str
+    calls: float
+    seconds: float
+    """From the start of each to its end, the wait for ranks that come later included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Exchanges with other ranks, in seconds of a profiled step."""
+
+    total_seconds: float
+    """While at least one was under way; the wait for ranks that come later included."""
+    exposed_seconds: float | None
+    """While the rank did nothing else; None: that was not timed."""
+    overlapped_seconds: float | None
+    """The rest of `total_seconds`."""
+    collectives: tuple[CollectiveRow, ...] = ()
+    """Longest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WaitRow:
     """Waits of the host for the GPU at one line, per step: reads of values, and operators that need one."""
 
@@ -231,6 +255,8 @@ class Profile:
     """Of a GPU, longest first."""
     waits: tuple[WaitRow, ...] = ()
     """Longest first, without copies to the GPU."""
+    communication: Communication | None = None
+    """None: nothing was exchanged, or nothing was recorded."""
     matrix_units: MatrixUnits | None = None
     idle_causes: tuple[IdleCause, ...] = ()
     operator_calls: float | None = None
@@ -268,15 +294,35 @@ class Profile:
     def operator_seconds(self) -> float:
         return sum(row.seconds for row in self.operators)
 
+    def at_plain_speed(self) -> Profile:
+        """With times of operators, modules and lines that can be compared with the plain step: shorter in proportion
+        where operators together took longer than that, as when the machine was busier while they were profiled."""
+        step, total = self.best_step_seconds, self.operator_seconds
+        if not step or total <= step:
+            return self
+        scale = step / total
+
+        def shorter(seconds: float | None) -> float | None:
+            return None if seconds is None else scale * seconds
+
+        return replace(
+            self,
+            operators=tuple(
+                replace(one, seconds=scale * one.seconds, host_seconds=scale * one.host_seconds)
+                for one in self.operators
+            ),
+            modules=tuple(
+                replace(
+                    one, forward_seconds=scale * one.forward_seconds, backward_seconds=shorter(one.backward_seconds)
+                )
+                for one in self.modules
+            ),
+            lines=tuple(replace(one, seconds=scale * one.seconds) for one in self.lines),
+        )
+
     def operators_by(self, by: GroupBy = "name", sort: SortBy = "time") -> tuple[OperatorRow, ...]:
         """Rows added up by name, by name and shapes, by line, module, phase, dtype or class; the largest first."""
         return sorted_operators(grouped(self.operators, by), sort)
-
-    def seconds_by_phase(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for row in self.operators:
-            found[row.phase] = found.get(row.phase, 0.0) + row.seconds
-        return found
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

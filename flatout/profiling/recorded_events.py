@@ -21,6 +21,7 @@ _EVALUATES = "autograd::engine::evaluate_function"
 Links = dict[tuple[str, int, str], int]
 """(kind of device, number, name) of an event -> number of the operator that it belongs to. Calls of CUDA's runtime are
 numbered by another count than operators."""
+_HOST_BACKENDS = ("gloo:", "mpi:", "ucc:")
 _COMMUNICATION = ("nccl", "ncclKernel", "ncclDevKernel")
 
 
@@ -70,6 +71,8 @@ class Recording:
 
     events: tuple[Event, ...]
     kernels: tuple[Kernel, ...] = ()
+    collectives: tuple[Event, ...] = ()
+    """Of a backend that works on the host (gloo), from their start to their end."""
     steps: int | None = None
     """How many; None: they were not labelled."""
     left_out: int = 0
@@ -108,6 +111,9 @@ def recorded(
     if kept:
         starts = [begin for begin, _ in kept]
         host = [one for one in host if _is_within(one.time_range.start, starts, kept)]
+    exchanged = [one for one in given if one.is_async and one.name.startswith(_HOST_BACKENDS)]
+    if kept:
+        exchanged = [one for one in exchanged if _is_within(one.time_range.start, starts, kept)]
     index = {id(one): number for number, one in enumerate(host)}
     by_correlation = {one.id: number for number, one in enumerate(host) if not _linked(one)}
     kernels = [one for one in given if _kind_of_device(one) == "CUDA" and not one.is_user_annotation]
@@ -116,6 +122,7 @@ def recorded(
     return Recording(
         events=tuple(_event(one, index) for one in host),
         kernels=tuple(_kernel(one, by_correlation.get(_linked(one))) for one in kernels),
+        collectives=tuple(_event(one, {}) for one in exchanged),
         steps=len(kept) if kept else None,
         left_out=len(whole) - len(kept),
     )

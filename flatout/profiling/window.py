@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
+from flatout import environment
 from flatout.profiling.attribution import Attributed, attribute, lines_of, modules_of, short_place
+from flatout.profiling.collectives import communication
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu
-from flatout.profiling.profile import OperatorRow, Profile, StepParts
+from flatout.profiling.profile import Communication, OperatorRow, Profile, StepParts
 from flatout.profiling.recorded_events import DISTURBED, Links, Recording, links_of, recorded
 from flatout.torch_private.dispatch import profiler_is_on
 
@@ -34,6 +36,7 @@ NO_KERNELS = (
     "container, or where the driver restricts profiling to administrators)"
 )
 NO_TIME = "unknown, because the script ended before a step could be timed without the profiler"
+NO_OPERATORS = "unknown, because no operator of torch ran"
 NOT_FOLLOWED = "unknown, because the script ended before a step could be followed"
 OTHERS_PROFILER = "unknown, because the script runs a profiler of its own"
 MUCH_APPROXIMATE = 0.05
@@ -83,8 +86,8 @@ class ProfilerWindow:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """The profiler warns about its own state: nothing that the script did."""
-    with warnings.catch_warnings():
+    """The profiler warns about its own state, and logs that it starts and stops: nothing that the script did."""
+    with environment.quiet_profiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -110,6 +113,8 @@ class Windows:
     timed_seconds: Sequence[float] = ()
     spans: Mapping[str, float] | None = None
     """Seconds of each kind in a typical timed step; None: nothing timed the parts."""
+    waited_seconds: float | None = None
+    """Of a profiled step, in which the process waited for other ranks; None: not timed."""
     follower: OperatorFollower | None = None
     compiled: bool = False
     recording: Recording | None = None
@@ -185,11 +190,16 @@ class Windows:
             lines=lines_of(attributed.operators, self._text, self._functions()),
             kernels=attributed.kernels,
             waits=attributed.waits if self.on_gpu else (),
+            communication=self._communication(self.recording),
             idle_causes=causes,
             operator_calls=attributed.calls,
             launches=attributed.launches if self.on_gpu else None,
             flops=self._flops(),
         )
+
+    def _communication(self, recording: Recording) -> Communication | None:
+        steps = recording.steps or len(self.profiled_seconds)
+        return communication(recording, steps=steps, exposed_seconds=self.waited_seconds)
 
     def _parts(self, found: Profile, attributed: Attributed | None) -> StepParts | None:
         step = found.best_step_seconds
@@ -208,7 +218,8 @@ class Windows:
         if operators:
             self.reasons.setdefault("parts", "parts are times of operators; 'other' is Python and what it waits for")
             return parts_by_operators(operators, step)
-        self.reasons.setdefault("parts", self.obstacle or NO_TIME)
+        timed = found.step_seconds is not None and self.recording is not None
+        self.reasons.setdefault("parts", self.obstacle or (NO_OPERATORS if timed else NO_TIME))
         return None
 
     def _flops(self) -> float | None:

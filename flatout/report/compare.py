@@ -29,7 +29,8 @@ _IN_TURNS = (
 @dataclass(frozen=True, kw_only=True)
 class DocumentComparison:
     """`unit`: what counts as one sample: steps where there is one run of each side, else runs, by their medians.
-    `contended`: the runs during which others competed for the processor. `caveats` is what the figures cannot show."""
+    `contended`: the runs during which others competed for the processor. `caveats` is what the figures cannot show.
+    `scripts`: the names of the scripts, one where all runs are of the same."""
 
     name: str  # of the candidate's script, or '' where its document has none
     unit: Literal["steps", "runs"]
@@ -39,6 +40,7 @@ class DocumentComparison:
     machine_fingerprint: str
     contended: tuple[str, ...]
     caveats: tuple[str, ...]
+    scripts: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -50,6 +52,7 @@ class DocumentComparison:
             "machine": {"fingerprint": self.machine_fingerprint},
             "contended": list(self.contended),
             "caveats": list(self.caveats),
+            "scripts": list(self.scripts),
         }
 
 
@@ -79,8 +82,9 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
     if contended:
         comparison = replace(comparison, verdict="not significant", reason=_contended_text(contended, len(measured)))
     caveats = [_ALONE if unit == "steps" else _IN_TURNS]
+    scripts = [script_name(doc) or None for _, doc in named]
+    caveats += _difference("the script", scripts)
     caveats += _difference("torch", [(one.get("versions") or {}).get("torch") for one in machines.values()])
-    caveats += _difference("the script", [script_name(doc) or None for _, doc in named])
     caveats += _warnings(measured)
     return DocumentComparison(
         name=script_name(b[-1]),
@@ -91,6 +95,7 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
         machine_fingerprint=next(iter(machines.values()))["fingerprint"],
         contended=contended,
         caveats=tuple(caveats),
+        scripts=tuple(dict.fromkeys(name for name in scripts if name is not None)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.script.replicas.settings import Facts, Settings
-from flatout.tuning.devices_proof import DevicesProof
+from flatout.tuning.devices_proof import SEEDS, DevicesProof
 
 
 def sharing_lines(facts: Facts | None, settings: Settings) -> list[str]:
@@ -57,12 +57,16 @@ def proof_text(proof: DevicesProof) -> str:
     heads = {
         "equal to rounding": f"equal to rounding{without}: {proof.steps} steps {on} train as on one",
         "different": f"different{without}: {on} the script does not train as on one: {proof.reason}",
+        "alike": f"alike: {proof.steps} steps {on} reach the losses of one device, over {SEEDS} seeds",
         "not comparable": f"not comparable: {proof.reason}",
     }
+    notes = [*_over_seeds(proof), *(f"  {note}" for note in proof.notes)]
     if proof.verdict == "not comparable":
-        return "\n".join([heads[proof.verdict], *(f"  {note}" for note in proof.notes)])
+        return "\n".join([heads[proof.verdict], *notes])
     samples = "the same samples in every batch" if proof.samples_equal else "other samples in some batches"
     lines = [heads[proof.verdict], f"  data       {samples}"]
+    if proof.verdict == "alike":
+        return "\n".join([*lines, *notes])
     lines += _figures("losses", proof.largest_loss_difference, proof.rounding_loss_difference)
     lines += _figures("gradients", proof.largest_gradient_difference, proof.rounding_gradient_difference)
     first, last = proof.losses[0], proof.losses[-1]
@@ -72,10 +76,17 @@ def proof_text(proof: DevicesProof) -> str:
             f"  loss       {first:.6g} to {last:.6g} on one device, {first_on_all:.6g} to {last_on_all:.6g} {on}"
         )
     if proof.without_dropout:
-        lines.append(
-            "  dropout    left out in all runs: each rank draws masks of its own, which one device does not draw"
-        )
-    return "\n".join([*lines, *(f"  {note}" for note in proof.notes)])
+        lines.append("  dropout    left out of these comparisons: each rank draws masks of its own, unlike one device")
+    return "\n".join([*lines, *notes])
+
+
+def _over_seeds(proof: DevicesProof) -> list[str]:
+    found = proof.over_seeds
+    if found is None:
+        return []
+    seeds = f"over {found.pairs} seeds" + (", with dropout" if proof.without_dropout else "")
+    off = f"losses of the later half are {found} off those on one device, {seeds}"
+    return [f"  seeds      {off}; up to {found.resolution:.1%} counts as alike"]
 
 
 def _figures(name: str, found: float | None, rounding: float | None) -> list[str]:

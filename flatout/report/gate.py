@@ -54,6 +54,9 @@ def judge(found: DocumentComparison, threshold: float) -> Gate:
     verdict, reason = _verdict(low, high, threshold)
     if found.contended or low is None:
         verdict, reason = "undecided", c.reason or "too few samples"
+    if len(found.scripts) > 1:
+        verdict = "undecided"
+        reason = f"the runs are of different scripts, {' and '.join(found.scripts)}: compare runs of one script"
     return Gate(
         verdict=verdict,
         threshold=threshold,

@@ -53,12 +53,13 @@ def predict_text(figures: Figures, *, out: str, done_before: int, failed: int) -
     """Some lines: how much, how fast, at which share of the ceiling, what went wrong."""
     before = f" ({done_before} more from an earlier run)" if done_before else ""
     lines = [f"{figures.items} inputs in {format_seconds(figures.seconds)}{before} -> {out}"]
-    if figures.items_per_second and figures.tokens_per_second:
+    if figures.items_per_second and figures.tokens:
         batches = ", ".join(f"{count} {name}" for name, count in figures.batches.items() if count)
-        lines.append(
-            f"speed     {figures.items_per_second:,.1f} inputs/s, {figures.tokens_per_second:,.0f} tokens/s, "
-            f"padding {figures.padding_share:.1%} of what was computed; batches: {batches or 'none'}"
-        )
+        speed = f"{figures.items_per_second:,.1f} inputs/s"
+        if figures.tokens_per_second:
+            padding = f"padding {figures.padding_share:.1%} of what was computed"
+            speed += f", {figures.tokens_per_second:,.0f} tokens/s, {padding}"
+        lines.append(f"speed     {speed}; batches: {batches or 'none'}")
     share = figures.share_of_ceiling
     if share is not None and figures.ceiling_flops_per_second:
         ceiling = figures.ceiling_flops_per_second / 1e12

@@ -15,13 +15,14 @@ from flatout.parallel.launching.events import (
     MachineBack,
     MachineLost,
     MachinesReady,
+    NoneJudged,
     OnlyHere,
     RankFailed,
     RanksHang,
     Stopping,
 )
 from flatout.parallel.launching.rank_count import RankCount
-from flatout.units import format_seconds
+from flatout.units import counted, format_seconds
 
 PREFIX = "[flatout] "
 _HINTS = {
@@ -37,9 +38,9 @@ def tell(event: Event) -> None:
     print(PREFIX + event_text(event), file=sys.stderr, flush=True)
 
 
-def tell_count(counted: RankCount) -> None:
+def tell_count(found: RankCount) -> None:
     """Write to stderr why this machine starts so many ranks."""
-    print(f"{PREFIX}{_count(counted.ranks, 'rank')} ({counted.reason})", file=sys.stderr, flush=True)
+    print(f"{PREFIX}{counted(found.ranks, 'rank')} ({found.reason})", file=sys.stderr, flush=True)
 
 
 def event_text(event: Event) -> str:
@@ -47,7 +48,7 @@ def event_text(event: Event) -> str:
     match event:
         case MachinesReady():
             again = " again" if event.restarts else ""
-            return f"{_count(event.ranks, 'rank')} on {', '.join(event.machines)} start{again}"
+            return f"{counted(event.ranks, 'rank')} on {', '.join(event.machines)} start{again}"
         case ClockDiffers():
             how = "ahead of" if event.seconds > 0 else "behind"
             seconds = format_seconds(abs(event.seconds))
@@ -61,6 +62,12 @@ def event_text(event: Event) -> str:
             return _failed(event) + _follows(event.again, event.ranks > 1)
         case RanksHang():
             return _hung(event) + _follows(event.again, event.of > len(event.ranks))
+        case NoneJudged():
+            waited = format_seconds(event.waited_seconds)
+            return (
+                f"no rank has completed a step of a TrainStep in {waited}: until one has, ranks are watched for "
+                "failures, and not for hanging"
+            )
         case MachineLost():
             return f"{event.machine} is lost: {event.reason}" + _follows(event.again, True)
         case MachineBack():
@@ -110,7 +117,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""One to three status lines at the foot of a terminal, beneath a script that owns the rest of it.
+"""A few status lines at the foot of a terminal, beneath a script that owns the rest of it.
 
 The terminal is told to scroll all lines but the last ones (a DECSTBM region, as package managers do for their
 progress), so whatever the script writes, progress bars with carriage returns and prompts too, stays its own. Nothing of
@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from flatout.report.live_text import fitted
 
 REFRESH_SECONDS = 0.5
-MOST_LINES = 3
+MOST_LINES, MOST_SHARE = 12, 0.25
+"""Of the rows of a terminal; three in any case."""
 ROWS_FOR_ALL = 16
 """On a terminal with fewer rows there is one status line."""
 LEAST_ROWS, LEAST_COLUMNS = 4, 20
@@ -86,7 +87,7 @@ class Panel:
             return
         if rows < LEAST_ROWS or columns < LEAST_COLUMNS or self._in_background():
             return
-        most = MOST_LINES if rows >= ROWS_FOR_ALL else 1
+        most = max(3, min(MOST_LINES, int(MOST_SHARE * rows))) if rows >= ROWS_FOR_ALL else 1
         lines = [fitted(line, columns - 1) for line in self._lines(columns - 1, most)][:most]
         start = self._take(rows, columns, len(lines))
         first = rows - self._height + 1

@@ -5,15 +5,17 @@ from __future__ import annotations
 import datetime
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flatout.diagnose.finding import Finding
+from flatout.diagnose.live_ranks import LiveRanks
 from flatout.diagnose.run_energy import Energy, trained_on
 from flatout.diagnose.run_state import RunState
 from flatout.diagnose.seen_run import Condition
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.device_rates import Devices
 from flatout.machine.nvidia_sensors import GpuReading
+from flatout.report.live_rank_text import rank_lines, rank_rows, ranks_parts
 from flatout.report.step_text import PARTS, SMALLEST_SHARE_SHOWN, breakdown_text, percent, share_of_ceiling
 from flatout.units import format_bytes, format_seconds
 
@@ -32,24 +34,37 @@ class LiveView:
     ceilings: Ceilings | None = None
     devices: Devices | None = None
     energy: Energy | None = None
+    ranks: LiveRanks = field(default_factory=LiveRanks)
+    """Where several processes train."""
 
 
 # the panel
 
 
-def panel_lines(view: LiveView, columns: int) -> list[str]:
+def panel_lines(view: LiveView, columns: int, most: int = 3) -> list[str]:
     """One to three lines of at most `columns` cells: progress and speed; where a step's time goes and the devices;
-    what was found, if anything was."""
+    what was found, if anything was. Where several ranks train: how far they are, a line for each as far as there are
+    lines, what was found."""
     state = view.state
+    if view.ranks:
+        first, *rest = ranks_parts(view.ranks)
+        head = _joined([f" flatout · {first}", *rest], columns)
+        notice = _notice(state, columns)
+        shown = rank_lines(view.ranks, most - 1 - len(notice))
+        return [head, *(fitted(f" {line}", columns) for line in shown), *notice][:most]
     if not state.steps:
         return [fitted(" flatout · waiting for the first step", columns)]
     lines = [_joined([f" flatout · step {state.steps:,}", *_speed(view), *_late(view)], columns)]
     lines.append(_joined([*_short_parts(state), *_short_devices(view)], columns))
+    return [*lines, *_notice(state, columns)]
+
+
+def _notice(state: RunState, columns: int) -> list[str]:
     notices = [*(finding.title for finding in state.findings), *state.notes]
-    if notices:
-        more = f" (and {len(notices) - 1} more)" if len(notices) > 1 else ""
-        lines.append(fitted(f" ! {notices[0]}{more}", columns))
-    return lines
+    if not notices:
+        return []
+    more = f" (and {len(notices) - 1} more)" if len(notices) > 1 else ""
+    return [fitted(f" ! {notices[0]}{more}", columns)]
 
 
 def panel_line(view: LiveView, columns: int) -> str:
@@ -57,7 +72,7 @@ def panel_line(view: LiveView, columns: int) -> str:
     state = view.state
     notices = [finding.title for finding in state.findings]
     lines = panel_lines(view, columns)
-    if len(lines) == 1:
+    if len(lines) == 1 or view.ranks:
         return lines[0]
     parts = [f" flatout · step {state.steps:,}", *_speed(view), *_late(view)]
     if state.resident_bytes is not None:
@@ -140,6 +155,8 @@ def live_rows(view: LiveView) -> list[tuple[str, str]]:
     """(label, text), without the findings."""
     state = view.state
     rows = [("script", f"{state.script} · {condition_text(view)}")]
+    if not state.steps and view.ranks:
+        return [*rows, *rank_rows(view.ranks), *_device_rows(view)]
     if not state.steps:
         return [*rows, ("step", "waiting for the first step"), *_device_rows(view)]
     rows.append(("progress", _progress_text(view)))
@@ -155,6 +172,7 @@ def live_rows(view: LiveView) -> list[tuple[str, str]]:
     known = of_what if share is None else f"{percent(share)} of the {of_what}"
     rows.append(("ceiling", known if state.flops_per_step else f"unknown: {state.flops_unknown_because}"))
     rows.append(("memory", " · ".join(_memory_parts(state))))
+    rows += rank_rows(view.ranks)
     rows += _device_rows(view)
     if view.energy is not None:
         rows.append(("energy", _energy_text(view.energy)))
@@ -202,7 +220,9 @@ def _memory_parts(state: RunState) -> list[str]:
 
 def _device_rows(view: LiveView) -> list[tuple[str, str]]:
     state = view.state
-    own = [f"{state.cpu_seconds / state.run_seconds:.1f} cores busy with this run"] if state.run_seconds else []
+    own = []
+    if state.steps and state.run_seconds:  # of a process that only starts others no state follows the first
+        own = [f"{state.cpu_seconds / state.run_seconds:.1f} cores busy with this run"]
     if view.devices is None:
         return [("CPU", " · ".join(own))] if own else []
     rows = [("CPU", " · ".join([*own, *cpu_parts(view.devices)]))]

@@ -10,7 +10,7 @@ from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Cpu, Gpu, Machine
 from flatout.machine.published_peaks import published_peaks
 from flatout.machine.torch_builds import InstallAdvice
-from flatout.units import format_bytes, format_rate
+from flatout.units import counted, format_bytes, format_rate
 
 _LABEL = 11
 _RATE_NAMES = {
@@ -28,7 +28,7 @@ _RATE_NAMES = {
 def machine_line(machine: Machine) -> str:
     """In one line: '2 cores AMD EPYC (bf16), 23.5 GiB · ceilings: fp32 225 GFLOP/s, memory 46.5 GB/s'."""
     fast = ", ".join(d for d in machine.cpu.fast_dtypes if d != "fp32")
-    cpu = f"{_plural(machine.cpu.available_cores, 'core')} {machine.cpu.name}" + (f" ({fast})" if fast else "")
+    cpu = f"{counted(machine.cpu.available_cores, 'core')} {machine.cpu.name}" + (f" ({fast})" if fast else "")
     gpus = "".join(f", {gpu.name}" for gpu in machine.usable_gpus)
     ceilings = f" · ceilings: {_ceilings_line(machine.ceilings)}" if machine.ceilings else ""
     return f"{cpu}, {format_bytes(machine.memory_total_bytes)}{gpus}{ceilings}"
@@ -58,7 +58,7 @@ def _description(machine: Machine) -> list[str]:
 
 
 def _cpu(cpu: Cpu) -> str:
-    cores = _plural(cpu.logical_cores, "core")
+    cores = counted(cpu.logical_cores, "core")
     usable = f"{cpu.available_cores} of {cores} ({cpu.limited_by})" if cpu.limited_by else cores
     return f"{cpu.name}, {usable}; fast in {', '.join(cpu.fast_dtypes)}"
 
@@ -111,7 +111,7 @@ def _torch(machine: Machine) -> str:
 def _ceilings(ceilings: Ceilings | None) -> list[str]:
     if ceilings is None:
         return [_row("ceilings", "not measured yet: flatout check --measure")]
-    how = f"measured {ceilings.measured_at} on {ceilings.device}, {_plural(ceilings.threads, 'thread')}"
+    how = f"measured {ceilings.measured_at} on {ceilings.device}, {counted(ceilings.threads, 'thread')}"
     lines = [_row("ceilings", how + (", quickly" if ceilings.quick else ""))]
     if ceilings.contended:
         lines.append(
@@ -152,7 +152,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     warnings = sum(finding.severity == "warning" for finding in findings)
     if any(finding.severity == "unusable" for finding in findings):
         return "unusable until that is fixed"
-    return f"usable, with {_plural(warnings, 'problem')} to fix" if warnings else "fine"
+    return f"usable, with {counted(warnings, 'problem')} to fix" if warnings else "fine"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -163,10 +163,6 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def _row(label: str, text: str) -> str:
     return f"{label:<{_LABEL}} {text}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def install_text(advice: InstallAdvice) -> str:

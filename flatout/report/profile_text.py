@@ -21,6 +21,7 @@ from flatout.profiling.profile import (
     StepParts,
 )
 from flatout.report.document import document
+from flatout.report.rank_text import profiled_rank_rows, rank_fields
 from flatout.report.step_text import percent
 from flatout.units import format_bytes, format_rate, format_seconds, labelled
 
@@ -56,6 +57,7 @@ def profile_document(found: ScriptProfile, *, include_private: bool = False) -> 
         "profile": found.profile.to_json() if found.profile is not None else None,
         "observed": watched.observed.to_json() if watched.observed is not None else None,
         "behaviour": watched.behaviour.to_json() if watched.behaviour is not None else None,
+        **rank_fields(watched.ranks, watched.rank_notes),
         "findings": [one.to_json() for one in found.findings] if found.findings is not None else None,
         "machine": found.machine.to_json(),
     }
@@ -63,22 +65,28 @@ def profile_document(found: ScriptProfile, *, include_private: bool = False) -> 
 
 
 def script_text(
-    found: ScriptProfile, *, by: GroupBy = "name", sort: SortBy = "time", files: Sequence[tuple[str, Path]] = ()
+    found: ScriptProfile,
+    *,
+    by: GroupBy = "name",
+    sort: SortBy = "time",
+    files: Sequence[tuple[str, Path]] = (),
+    width: int | None = LINE_WIDTH,
 ) -> str:
-    """One screen. files: (what, where) that were written."""
+    """One screen. files: (what, where) that were written. width: where rows are cut; None: nowhere, as in a file."""
     watched = found.watched
     rows = [("script", f"{shlex.join(watched.target.command)} · {_steps(found)}")]
     if found.profile is not None:
         rows += _rows(found.profile, by, sort)
     elif not watched.steps and not watched.status:
-        rows.append(("note", "if training happens in processes that it starts, Flatout does not follow it there"))
+        rows.append(("note", "processes that it starts are followed too, if they are Python's and make an optimizer"))
         rows.append(("", "a function can be profiled by itself: flatout.profile(lambda: step(batch))"))
+    rows += profiled_rank_rows(watched.ranks, watched.rank_notes)
     rows += labelled("written", [f"{what}: {path} ({_size(path)})" for what, path in files])
     for one in found.findings or ():
         rows += labelled(one.severity, finding_texts(one))
     if found.profile is not None:
-        rows += labelled("next", _next(found.profile, shlex.join(watched.target.command), files))
-    return rows_text(rows)
+        rows += labelled("next", _next(found, found.profile, files))
+    return rows_text(rows, width)
 
 
 def finding_texts(one: Finding) -> list[str]:
@@ -320,10 +328,13 @@ def _measured(profile: Profile) -> list[str]:
     return texts
 
 
-def _next(profile: Profile, command: str, files: Sequence[tuple[str, Path]]) -> list[str]:
-    texts = [f"flatout tune {command}"]
+def _next(found: ScriptProfile, profile: Profile, files: Sequence[tuple[str, Path]]) -> list[str]:
+    watched = found.watched
+    command = shlex.join(watched.target.command)
+    devices = "" if watched.devices is None else f"--devices {watched.devices} "
+    texts = [f"flatout run {devices}{command}" if watched.ranks else f"flatout tune {command}"]
     if not any(what == "trace" for what, _ in files):
-        texts.append(f"flatout profile --trace trace.json.gz {command}     (open it in ui.perfetto.dev)")
+        texts.append(f"flatout profile {devices}--trace trace.json.gz {command}     (open it in ui.perfetto.dev)")
     if any("flatout check --measure" in row.reason for row in profile.roofline):
         texts.append("flatout check --measure")
     return texts
@@ -342,12 +353,12 @@ def _size(path: Path) -> str:
         return "unknown size"
 
 
-def rows_text(rows: Iterable[tuple[str, str]]) -> str:
-    """Labels beside printable texts, each row cut to the width of the screen."""
-    return "\n".join(f"{label:<{LABEL_WIDTH}}{_printable(text)}" for label, text in rows)
+def rows_text(rows: Iterable[tuple[str, str]], width: int | None = LINE_WIDTH) -> str:
+    """Labels beside printable texts, each row cut to the width of the screen; None: not cut."""
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{_printable(text, width)}" for label, text in rows)
 
 
-def _printable(text: str) -> str:
+def _printable(text: str, width: int | None) -> str:
     """Names and source lines are the script's: no control code of theirs may reach the terminal."""
     shown = "".join(letter for letter in text if letter.isprintable())
-    return shown if len(shown) <= LINE_WIDTH else shown[: LINE_WIDTH - 1] + "…"
+    return shown if width is None or len(shown) <= width else shown[: width - 1] + "…"

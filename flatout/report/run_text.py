@@ -8,9 +8,10 @@ from dataclasses import asdict
 from flatout.diagnose.run_summary import RunSummary
 from flatout.private_details import without_private
 from flatout.report.document import document
-from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
+from flatout.report.rank_text import balance_fields, process_rows
+from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling, training_elsewhere
 from flatout.script.memory_death import MemoryDeath
-from flatout.script.process_record import ProcessRecord, own_spread, process_names, step_spread
+from flatout.script.process_record import own_spread, process_names, step_spread
 from flatout.script.step_memory import MemorySample
 from flatout.timing import contention, measurement
 from flatout.units import format_bytes, format_seconds
@@ -47,7 +48,7 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
         rows.append(("", _tensors_text(record.memory)))
     if (others := contention(summary.load)) is not None:
         rows.append(("", others))
-    rows.append(("plan", ", ".join(summary.applied) or f"{_why_nothing_applied(summary)}: the script ran as it is"))
+    rows.append(("plan", _applied(summary)))
     rows += [("", note) for note in summary.plan_notes]
     if summary.death is not None:
         rows += _death_rows(summary.death)
@@ -59,37 +60,13 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
 
 
-COLUMNS = ("data", "forward", "backward", "optimizer")
-SPREAD_WORTH_A_LINE = 0.1
-"""As a share of the fastest rank's step."""
-
-
-def process_rows(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
-    """A row for each process that trained, then which is the slowest."""
-    if not processes:
-        return []
-    names = process_names(processes)
-    wide = max(map(len, names))
-    head = "".join(f"{name:>11}" for name in ("steps", "step", *COLUMNS, "memory"))
-    rows = [("ranks", " " * wide + head)]
-    rows += [("", f"{name:<{wide}}{_process_text(one)}") for name, one in zip(names, processes, strict=True)]
-    whole, outside = step_spread(processes), own_spread(processes)
-    for what, spread in (("a step", whole), ("of a step outside backward", outside)):
-        if whole is None or spread is None:
-            continue
-        if spread.slowest_seconds - spread.fastest_seconds >= SPREAD_WORTH_A_LINE * whole.fastest_seconds:
-            slow, fast = format_seconds(spread.slowest_seconds), format_seconds(spread.fastest_seconds)
-            rows.append(("", f"slowest: {spread.slowest}, {slow} {what}; fastest: {spread.fastest}, {fast}"))
-    return rows
-
-
-def _process_text(one: ProcessRecord) -> str:
-    memory = one.peak_device_bytes if one.peak_device_bytes is not None else one.peak_resident_bytes
-    seconds = [one.step_seconds, *(one.parts.get(name) for name in COLUMNS)]
-    cells = [f"{one.steps:,}", *("-" if s is None else format_seconds(s) for s in seconds), format_bytes(memory)]
-    said = [] if one.ended else ["not completed: it was killed, or still runs"]
-    said += [one.fault] if one.fault is not None else []
-    return "".join(f"{cell:>11}" for cell in cells) + "".join(f"  ({text})" for text in said)
+def _applied(summary: RunSummary) -> str:
+    """In the script's own process, or else in those that it started to train in."""
+    in_processes = [one.applied for one in summary.processes if one.applied]
+    if not summary.applied and in_processes:
+        count = len(in_processes)
+        return f"{', '.join(in_processes[0])}, in {count} process{'es' * (count != 1)} that the script started"
+    return ", ".join(summary.applied) or f"{_why_nothing_applied(summary)}: the script ran as it is"
 
 
 def _why_nothing_applied(summary: RunSummary) -> str:
@@ -142,8 +119,7 @@ def _death_rows(death: MemoryDeath) -> list[tuple[str, str]]:
 def _steps(summary: RunSummary) -> str:
     steps, median = summary.record.steps, summary.record.median_seconds
     if not steps and summary.processes:
-        count = len(summary.processes)
-        return f"training in {count} process{'es' if count > 1 else ''} that it started"
+        return training_elsewhere(len(summary.processes))
     if not steps:
         return "no training step found"
     counted = f"{steps:,} step{'s' if steps > 1 else ''}"
@@ -197,6 +173,7 @@ def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[
         names = process_names(summary.processes)
         processes = zip(names, summary.processes, strict=True)
         payload["processes"] = [{"name": name, **one.to_json()} for name, one in processes]
+        payload |= balance_fields(summary.processes)
         payload["process_spread"] = {
             name: None if spread is None else {**asdict(spread), "share": spread.share}
             for name, spread in spreads.items()

@@ -8,7 +8,7 @@ from flatout.levers.observed import Observed
 from flatout.machine.ceilings import Ceilings
 from flatout.units import format_rate, format_seconds
 
-PARTS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
+PARTS = ("data", "transfer", "forward", "backward", "optimizer", "communication", "sync", "evaluation", "other")
 SMALLEST_SHARE_SHOWN = 0.005
 
 
@@ -19,6 +19,11 @@ def breakdown_text(parts: Mapping[str, float], step_seconds: float) -> str:
     inside = [f"{name} {seconds * scale:.3g}" for name, seconds in shown if name != "evaluation"]
     evaluation = [f" (and evaluation {s * scale:.3g} {unit} a step)" for name, s in shown if name == "evaluation"]
     return f"{format_seconds(step_seconds)} = {' + '.join(inside)} {unit}{''.join(evaluation)}"
+
+
+def training_elsewhere(processes: int) -> str:
+    """Of a script whose own process makes no steps."""
+    return f"training in {processes} process{'es' * (processes != 1)} that it started"
 
 
 def counted_by(seen: Observed | None) -> str:

@@ -10,6 +10,7 @@ from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
+from flatout.report.tuned_devices_text import tuned_lines
 from flatout.script.entry import Target
 from flatout.search.lines import (
     BudgetOption,
@@ -24,7 +25,7 @@ from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
 from flatout.tuning.results import Proof, StepSubject, Tuned
 from flatout.tuning.whole_run import WholeRun
-from flatout.units import format_bytes, format_seconds, labelled
+from flatout.units import counted, format_bytes, format_seconds, labelled
 
 KIND = "tune"
 
@@ -38,25 +39,31 @@ def tune_text(result: Tuned, option: BudgetOption = seconds_argument) -> str:
     rows += labelled("to fit", trial_lines(weighed))
     rows += labelled("tried", trial_lines([trial for trial in result.trials if trial not in weighed]))
     rows += labelled("not tried", not_tried_lines(result.state.not_tried))
-    rows += [("result", _result(result, option))]
+    on_one = "on one device: " if result.devices is not None else ""
+    rows += [("result", on_one + _result(result, option))]
     rows += [("", line) for line in reach_lines(result.state, option)]
     rows += [("", line) for line in _whole_run(result.whole)]
     rows += [("memory", line) for line in ([] if fit is None else fit_lines(fit))]
     rows += [("", line) for line in proof_lines(result.proof)]
+    if result.devices is not None:
+        rows += tuned_lines(result.devices, option)
     rows += [("note", text) for text in result.warnings]
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
 
 
 def ceiling_share(result: Tuned, step_seconds: float | None) -> tuple[float | None, str]:
     """(share, of what): FLOPs of a step over what the fastest float GEMM of this machine does in that time."""
-    device = result.state.first_observed.device
-    return share_of_ceiling(result.state.flops_per_step, step_seconds, result.machine.ceilings, device)
+    device, flops = result.state.first_observed.device, result.state.flops_per_step
+    if flops is not None and device.startswith("cpu"):
+        flops *= result.ranks or 1  # they share the cores
+    return share_of_ceiling(flops, step_seconds, result.machine.ceilings, device)
 
 
 def _subject(result: Tuned) -> tuple[str, str]:
     seen, subject = result.state.first_observed, result.subject
     step = f"step {breakdown_text(seen.breakdown_seconds, seen.step_seconds)}" if seen.step_seconds else "no step timed"
-    parts = [subject.name, step, counted_by(seen), _share(result, seen.step_seconds)]
+    name = subject.name if result.ranks is None else f"{subject.name} in {counted(result.ranks, 'rank')}"
+    parts = [name, step, counted_by(seen), _share(result, seen.step_seconds)]
     if not isinstance(subject, StepSubject):
         return "script", " · ".join(filter(None, parts))
     read = f"{subject.batches} batch{'es' * (subject.batches != 1)}, which stay in memory: loading is not tuned"
@@ -183,9 +190,11 @@ def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, o
         "reason": result.reason,
         "final": None if result.final is None else _final(result),
         "proof": None if result.proof is None else result.proof.to_json(),
+        "devices": None if result.devices is None else result.devices.to_json(),
         "whole_run": None if result.whole is None else asdict(result.whole),
         "isolation": result.state.isolation,
         "total_steps": result.state.total_steps,
+        "ranks": result.ranks,
         "few_steps": None if result.state.few_steps is None else asdict(result.state.few_steps),
         "budget_seconds": result.budget_seconds,
         "seconds": result.seconds,

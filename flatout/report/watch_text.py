@@ -30,6 +30,7 @@ def _one_run(found: Watched) -> list[tuple[str, str]]:
         ceilings=found.ceilings,
         devices=found.devices if seen.condition in ("running", "stopped") else None,
         energy=found.energy if seen.condition == "running" else None,
+        ranks=found.ranks,
     )
     return [*live_rows(view), *_processes(found.processes), *finding_lines(seen.state.findings)]
 

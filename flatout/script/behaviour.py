@@ -88,7 +88,6 @@ class BehaviourWatch:
         self._began: float | None = None
         self._seconds = self._system_from = self._system_seconds = 0.0
         self._steps = 0
-        self._backwards_at_step = 0
         self._compiled_before = 0
         self._compiling_before: float | None = None
         self._allocations_before: int | None = None
@@ -102,6 +101,7 @@ class BehaviourWatch:
         self._followed_from = self._not_counted = 0.0
         self._was_frozen = False
         self._held: list[object] = []
+        self._schedulers: list[object] = []
         self._result: Behaviour | None = None
 
     def start(self, subject: Subject) -> None:
@@ -118,6 +118,7 @@ class BehaviourWatch:
             self._guard(self._calls.start)
         self._hold()
         self._guard(self._kept.begin)
+        self._guard(self._find_schedulers)
         self._was_frozen = gc.get_freeze_count() > 0
         gc.freeze()  # what is there already is not looked through again at each step
         self._began, self._system_from = time.perf_counter(), os.times().system
@@ -180,6 +181,12 @@ class BehaviourWatch:
         subject = self._subject
         if subject is not None:
             self._held = [*subject.modules, *subject.optimizers, *subject.loaders]
+
+    def _find_schedulers(self) -> None:
+        """Those of this moment, held like models; nothing else of torch lists them."""
+        from torch.optim.lr_scheduler import LRScheduler
+
+        self._schedulers = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
 
     # while it runs
 
@@ -270,6 +277,7 @@ class BehaviourWatch:
             backwards=update.backwards(),
             clips=update.clips(),
             schedulers=update.schedulers(_scheduler_warned()),
+            idle_schedulers=update.idle_schedulers(self._schedulers),
             optimizers=len(update.optimizers),
             optimizer_dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
             optimizer_lines=update.optimizer_lines,

@@ -43,6 +43,8 @@ class ForwardSeen:
     updated: bool = False
     """Does an optimizer that has stepped hold parameters of it?"""
     seconds: float = 0.0
+    weights: bool = True
+    """Has the module parameters?"""
     recalibrates: bool = False
     """Is it called to recompute the statistics of batch normalisation?"""
 
@@ -62,6 +64,10 @@ class BackwardSeen:
     """Does the graph end with a division or a product, as where a loss is averaged over micro-batches?"""
     reduction: str = ""
     """'mean' or 'sum', as far as the graph shows it; '' where it does not."""
+    graphs: int = 0
+    """Passes whose graphs were followed."""
+    softmax_twice: int = 0
+    """Of these, how many take log_softmax, as in a cross-entropy, of what a softmax gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,16 @@ class SchedulerSeen:
     """Calls after a backward pass and before the optimizer's step that uses it."""
     warned: bool = False
     """Has torch warned that it was called before the first optimizer step?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleSchedulerSeen:
+    """A learning rate scheduler that has not stepped, of an optimizer that has."""
+
+    kind: str
+    """'CosineAnnealingLR'."""
+    steps: int
+    """Of the optimizer, in the window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +276,7 @@ class Behaviour:
     backwards: tuple[BackwardSeen, ...] = ()
     clips: tuple[ClipSeen, ...] = ()
     schedulers: tuple[SchedulerSeen, ...] = ()
+    idle_schedulers: tuple[IdleSchedulerSeen, ...] = ()
     optimizers: int = 0
     optimizer_dtypes: tuple[str, ...] = ()
     """Of parameters that optimizers update."""
@@ -299,7 +316,6 @@ class Behaviour:
     first_dimension: int | None = None
     """Samples in a training batch: the median of the first dimension."""
     padding: PaddingSeen | None = None
-    packs_sequences: bool = False
     compiled: CompileSeen | None = None
     calls: tuple[CallSeen, ...] = ()
     times: tuple[LineTime, ...] = ()

@@ -15,7 +15,7 @@ from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device, device_index
 from flatout.parameters import parameters_of
 from flatout.script.patches import Patches
-from flatout.script.spans import Span
+from flatout.script.spans import Span, in_span
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
@@ -50,19 +50,7 @@ class DeviceCalls:
         self._patches.undo()
 
     def _timed(self, original: Callable[..., object], kind: str) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            span = self._enter(kind)
-            if span is None:
-                return original(*args, **kwargs)
-            try:
-                return original(*args, **kwargs)
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
-            finally:
-                self._leave(span)
-
-        return call
+        return in_span(original, lambda: self._enter(kind), self._leave)
 
     def _moved(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:

@@ -1,45 +1,46 @@
 """Training in processes that the script starts: each is watched by itself, and keeps its record in the run's folder.
 
     follow_children(folder)     # in `flatout run`, before the script: Python processes started from now on inherit it
+    plan_children(folder, choices, loop)    # and train by these choices, where they train that loop
     follow()                    # in such a process, when it makes its first optimizer: see child_hook/sitecustomize.py
-    read_records(folder)        # in `flatout run`, when the script has ended
+    record_file.read_records(folder)    # in `flatout run`, when the script has ended
 
 A process that makes no optimizer (a loader's worker, a launcher) only waits for torch to be imported.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
-import sys
-import time
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TypedDict
 
 from flatout import environment
+from flatout.levers.lever import Choice, choices_from_json
+from flatout.plan_choices import ChoiceValue
 from flatout.script import child_hook
 from flatout.script.child_hook.sitecustomize import when_first_optimizer
 from flatout.script.own_modules import own_imports
-from flatout.script.patches import ImportWatch
+from flatout.script.patches import ImportWatch, Patches
+from flatout.script.process_end import call_at_end
 from flatout.script.runner import Runner
-from flatout.whole_files import PRIVATE, written_whole
+from flatout.tracebacks import leave_no_frame
 
-if TYPE_CHECKING:
-    from flatout.script.process_record import ProcessRecord
-
-PREFIX = "process-"
-WRITE_EVERY_SECONDS = 2.0
-FIRST_AT_EXIT = 0
-"""The priority of a finalizer of multiprocessing: a forked child runs those, and no exit handlers."""
-MOST_PROCESSES, LARGEST_BYTES = 4096, 1 << 20
+PROFILE, COMMANDED = "profile.json", "ranks.json"
+"""The settings of a profile, and of ranks that take commands: see rank_answers and trial/rank_child, which a run does
+not import."""
+PLAN = "plan.json"
+"""What those processes of a run train by."""
 
 
 def follow_children(folder: Path) -> None:
     """Let Python processes that are started from now on, and forks of this one, keep their records there."""
-    environment.follow_children(os.path.dirname(child_hook.__file__), str(folder))
+    hook = os.path.dirname(child_hook.__file__)
+    environment.follow_children(hook, str(folder))
+    _with_environments_of_their_own(hook, str(folder))
     owner = os.getpid()
 
     def forked() -> None:
@@ -47,6 +48,53 @@ def follow_children(folder: Path) -> None:
             _when_training_begins(folder)
 
     os.register_at_fork(after_in_child=forked)
+
+
+def follow_here(folder: Path) -> None:
+    """Follow this process too, once it begins to train."""
+    _when_training_begins(folder)
+
+
+def plan_children(folder: Path, choices: Sequence[Choice], loop: str) -> None:
+    """Let them train by these choices where they train `loop` (`Observed.loop`); by those that may be switched on after
+    a first step."""
+    told: _Planned = {"choices": [one.to_json() for one in choices if one.lever.switch == "live"], "loop": loop}
+    (folder / PLAN).write_text(json.dumps(told), encoding="utf-8")
+
+
+class _Planned(TypedDict):
+    choices: list[list[ChoiceValue]]
+    loop: str
+
+
+def _planned_runner(folder: Path) -> Runner:
+    try:
+        told: _Planned = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    except OSError:
+        return Runner()
+    from flatout.levers.catalogue import LEVERS
+    from flatout.machine.detect import detect
+
+    return Runner(choices_from_json(told["choices"], LEVERS), detect(), only_for=told["loop"])
+
+
+def _with_environments_of_their_own(hook: str, folder: str) -> None:
+    """Follow processes that are given their environment, such as the ranks of torchrun and of accelerate."""
+
+    def passing_on(original: Callable[..., object]) -> Callable[..., object]:
+        def __init__(*args: object, **kwargs: object) -> None:
+            given = kwargs.get("env")
+            if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+                kwargs["env"] = environment.with_following(given, hook, folder)
+            try:
+                original(*args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+
+        return __init__
+
+    Patches().replace(subprocess.Popen, "__init__", passing_on)
 
 
 def _when_training_begins(folder: Path) -> None:
@@ -64,63 +112,27 @@ def follow() -> None:
 
 
 def _follow_into(folder: Path) -> None:
+    """As a run or, where the folder says so, as a profile or a trial that takes commands."""
     with own_imports():
-        Followed(folder)
+        if (folder / PROFILE).exists():
+            from flatout.script.profiled_rank import follow as profile
+
+            profile(folder)
+        elif (folder / COMMANDED).exists():
+            from flatout.script.trial.rank_child import follow as take_commands
+
+            take_commands(folder)
+        else:
+            Followed(folder)
 
 
 class Followed:
     """The watch of this process, and its record. No error in here reaches the script."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._pid, self._ended = folder, os.getpid(), False
-        self._started_at, self._next = time.time(), 0.0
-        self._rank: int | None = None
-        """The last one known: a script destroys its process group before it ends."""
-        self.runner = Runner()
-        self.runner.at_second.append(self._second)
+        from flatout.script.record_file import RecordFile  # here: every run imports this module
+
+        self.runner = _planned_runner(folder)
+        record = RecordFile(folder, str(os.getpid()), self.runner)
         self.runner.install()
-        atexit.register(self.end)
-        util = sys.modules.get("multiprocessing.util")
-        if util is not None:
-            util.Finalize(None, self.end, exitpriority=FIRST_AT_EXIT)
-
-    def _second(self, now: float) -> None:
-        if now >= self._next and os.getpid() == self._pid:
-            self._next = now + WRITE_EVERY_SECONDS
-            with own_imports():
-                self._write()
-
-    def end(self) -> None:
-        if self._ended or os.getpid() != self._pid:
-            return
-        self._ended = True
-        with own_imports(), contextlib.suppress(Exception):
-            self.runner.ended()
-            self._write()
-
-    def _write(self) -> None:
-        if not self.runner.record.steps:
-            return
-        with contextlib.suppress(Exception):
-            from flatout.script.process_record import process_record, rank_now  # here: every run imports this module
-
-            rank = rank_now()
-            self._rank = self._rank if rank is None else rank
-            record = process_record(self.runner, rank=self._rank, started_at=self._started_at, ended=self._ended)
-            path = self._folder / f"{PREFIX}{self._pid}.json"
-            with written_whole(path, mode=PRIVATE, durable=False) as temporary:
-                temporary.write_text(json.dumps(record.to_json(), allow_nan=False), encoding="utf-8")
-
-
-def read_records(folder: Path) -> list[ProcessRecord]:
-    """Those that can be read; a process that was killed while it wrote leaves its previous one."""
-    records: list[ProcessRecord] = []
-    if not (paths := sorted(folder.glob(f"{PREFIX}*.json"))):
-        return records
-    from flatout.script.process_record import ProcessRecord
-
-    for path in paths[:MOST_PROCESSES]:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            if path.stat().st_size <= LARGEST_BYTES:
-                records.append(ProcessRecord.from_json(json.loads(path.read_text(encoding="utf-8"))))
-    return records
+        call_at_end(record.end)

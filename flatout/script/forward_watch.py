@@ -40,6 +40,7 @@ class _Calls:
     unused: int = 0
     longest: int = 0
     seconds: float = 0.0
+    weights: bool = True
     recalibrates: bool = False
 
 
@@ -233,6 +234,7 @@ class ForwardWatch:
         if calls is None:
             calls = self._calls[key] = _Calls(type(module).__name__, id(module), place, module.training, grad)
             self._layers.setdefault(id(module), mode_layers(module))
+            calls.weights = any(True for _ in module.parameters())
             calls.recalibrates = self._places.passes_through(AVERAGED_STATISTICS, 4)
         calls.calls += 1
         calls.seconds += seconds
@@ -284,6 +286,7 @@ class ForwardWatch:
                 mode_layers=self._layers.get(one.identity, ()),
                 updated=updated(one.identity),
                 seconds=one.seconds,
+                weights=one.weights,
                 recalibrates=one.recalibrates,
             )
             for one in self._calls.values()

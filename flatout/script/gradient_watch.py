@@ -63,6 +63,13 @@ class GradientWatch:
         with torch.no_grad():
             for module in modules:
                 self._measure_module(module, held)
+        self.sample(optimizer)
+
+    def sample(self, optimizer: Optimizer | None) -> None:
+        """A part of the weights alone, to compare after the step."""
+        import torch
+
+        with torch.no_grad():
             found = [one for one in parameters_in(optimizer) if one.grad is not None and not one.grad.is_sparse]
             for one in found[:: max(1, len(found) // SAMPLED)][:SAMPLED]:
                 gradient = one.grad
@@ -79,12 +86,15 @@ class GradientWatch:
             self._modules[identity] = weakref.ref(module)
         if not any(id(one) in held for _, one in self._layers[identity]):
             return
+        gradients = [_values(one.grad) for _, one in self._layers[identity]]
+        if all(gradient is None for gradient in gradients):
+            return  # that is no gradient of 0
         rms, squares, worst = [], 0.0, ""
-        for name, one in self._layers[identity]:
-            if one.grad is None or one.grad.is_sparse:
+        for (name, one), gradient in zip(self._layers[identity], gradients, strict=True):
+            if gradient is None:
                 rms.append(0.0)
                 continue
-            norm = float(one.grad.norm())
+            norm = float(gradient.norm())
             finite = norm == norm and norm != float("inf")
             worst = worst or ("" if finite else name)
             rms.append(norm / one.numel() ** 0.5 if finite else 0.0)
@@ -94,7 +104,7 @@ class GradientWatch:
             self._nonfinite[identity] = (steps + 1, first)
         self._norms.setdefault(identity, []).append(rms)
         self._total_norms.setdefault(identity, []).append(squares**0.5)
-        of_vectors = [one.grad for one in self._vectors[identity]]
+        of_vectors = [_values(one.grad) for one in self._vectors[identity]]
         sizes = [float(one.norm()) / max(1, one.numel()) ** 0.5 for one in of_vectors if one is not None]
         largest = max((one for one in sizes if one < math.inf), default=0.0)
         self._largest_vectors.setdefault(identity, []).append(largest)
@@ -204,6 +214,11 @@ def _is_list(value: object) -> bool:
 
 def _part(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:MOST_NUMBERS]
+
+
+def _values(gradient: Tensor | None) -> Tensor | None:
+    """What is there of a sparse one."""
+    return gradient.coalesce().values() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _norm(weights: Sequence[Tensor]) -> float:

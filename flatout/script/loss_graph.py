@@ -21,6 +21,12 @@ MEANS = (
     "KlDiv",
     "Huber",
 )
+RESHAPES = (
+    "ToCopy", "View", "Reshape", "UnsafeView", "Transpose", "Permute", "TBackward", "Squeeze", "Unsqueeze", "Clone",
+    "Alias", "Slice", "Select",
+)  # fmt: skip
+"""Operations that leave values as they are, but for their rounding."""
+MOST_RESHAPES = 8
 
 
 def end_of_graph(root: Tensor, scaler: bool) -> tuple[bool, str]:
@@ -63,6 +69,25 @@ def parameters_of(root: Tensor) -> tuple[nn.Parameter, ...]:
 
     found = (getattr(node, "variable", None) for node in _nodes(root) or ())
     return tuple(one for one in found if isinstance(one, Parameter))
+
+
+def takes_softmax_twice(root: Tensor) -> bool:
+    """Does its graph have a log_softmax of what a softmax gives, with nothing but changes of shape or dtype between?"""
+    return any(
+        _comes_from_softmax(node) for node in _nodes(root) or () if type(node).__name__.startswith("LogSoftmaxBackward")
+    )
+
+
+def _comes_from_softmax(node: Node) -> bool:
+    at: Node | None = node
+    for _ in range(MOST_RESHAPES):
+        at = at.next_functions[0][0] if at is not None and at.next_functions else None
+        name = type(at).__name__
+        if name.startswith("SoftmaxBackward"):
+            return True
+        if not name.startswith(RESHAPES):
+            return False
+    return False
 
 
 def _nodes(root: Tensor) -> list[Node] | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from flatout.levers.low_bit import is_in_codes
 from flatout.levers.subject import Subject
-from flatout.parameters import parameters_of
+from flatout.parameters import own_part, parameters_of
 from flatout.script.reference import (
     CheckFound,
     Reference,
@@ -201,7 +201,7 @@ class NumericsRecorder:
         from flatout.torch_private.tensors import foreach_norm
 
         found = [self._early.get(id(p), p.grad) for p in parameters]
-        gradients = [gradient.detach() for gradient in found if gradient is not None]
+        gradients = [own_part(gradient.detach()) for gradient in found if gradient is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         if gradients:
             norms = foreach_norm([g.float() for g in gradients])
@@ -212,10 +212,11 @@ def _in_codes(subject: Subject, weights: Mapping[str, Tensor]) -> list[str]:
     """Names of the parameters for which an optimizer holds state in low-bit codes."""
     names = {tensor.data_ptr(): name for name, tensor in weights.items()}
     return [
-        names[parameter.data_ptr()]
+        names[address]
         for optimizer in subject.optimizers
         for parameter, state in optimizer.state.items()
-        if parameter.data_ptr() in names and any(is_in_codes(value) for value in state.values())
+        if (address := own_part(parameter.detach()).data_ptr()) in names
+        and any(is_in_codes(value) for value in state.values())
     ]
 
 
@@ -254,7 +255,7 @@ class GradientNoise:
         import torch
 
         for parameter in parameters:
-            gradient = parameter.grad
+            gradient = None if parameter.grad is None else own_part(parameter.grad.detach())
             if not self._share or gradient is None or gradient.is_sparse or not gradient.is_floating_point():
                 continue
             if gradient.device not in self._generators:

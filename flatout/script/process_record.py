@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from flatout import environment
 from flatout.decoding import decode
 from flatout.machine.process_memory import peak_resident_bytes
+from flatout.machine.processes import pid_namespace, process_started
+from flatout.script.communication_calls import ranks_together
 from flatout.script.describe import breakdown
 from flatout.script.device_calls import device_name
+from flatout.script.run_record import on_monotonic
 from flatout.script.runner import Runner
+from flatout.script.spans import StepRow
+from flatout.script.watch import Watch
 
-WAITS = ("backward", "sync", "evaluation")
+WAITS = ("backward", "communication", "sync", "evaluation")
 """Parts of a step in which a rank may wait for others, and one that is not in it."""
+NO_WORK = ("communication", "sync", "evaluation")
+"""Parts in which a rank waits for others or for its device, and one that is not in a step."""
+MOST_STEP_WAITS = 60
+SURE = 1.96
+"""Standard errors on each side of a mean, for a 95 % confidence interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Of a process among those that train together."""
+
+    rank: int | None = None
+    ranks: int | None = None
+    """How many there are; None: it trains alone, as far as is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +48,32 @@ class ProcessRecord:
     started_by_script: bool = True
     started_at: float
     """When it was first watched, in seconds since 1970."""
+    process_started: str | None = None
+    """Distinguishes this process from a later one with the same number; None: unknown."""
+    pid_namespace: str | None = None
+    """Where `pid` counts: containers have their own numbers."""
     steps: int
     step_seconds: float | None
     """Median; None: too few steps were timed."""
+    recent_seconds: float | None = None
+    """Of recent steps."""
+    last_step_clock: float | None = None
+    """time.monotonic() at the end of the last step."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Data, forward, backward...; empty: no step was watched closely (they begin with step 10)."""
+    ranks: int | None = None
+    """How many processes train together with this one, itself included; None: it trains alone."""
+    exposed_seconds: float | None = None
+    """Of a step, in which it waited for other ranks and did nothing else; None: not known."""
+    exposed_unknown_because: str = ""
+    step_waits: tuple[tuple[int, float], ...] = ()
+    """(number of the step, the same in it), of the last that were watched."""
+    own_error_seconds: float | None = None
+    """Half the width of the 95 % confidence interval of a step without such waits; None: too few were watched."""
+    own_typical_seconds: float | None = None
+    """The median of that: what disturbs a few steps does not move it."""
+    busy_share: float | None = None
+    """Of all cores of its machine, whoever used them meanwhile; None: not known."""
     device: str
     peak_resident_bytes: int
     peak_device_bytes: int | None = None
@@ -41,10 +82,8 @@ class ProcessRecord:
     """Did it end by itself? False: it was killed, and these are its last figures."""
     fault: str | None = None
     """Why it could not be watched to the end."""
-
-    @property
-    def data_seconds(self) -> float | None:
-        return self.parts.get("data") if self.parts else None
+    applied: tuple[str, ...] = ()
+    """Labels of the plan's choices that it trained by."""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -52,6 +91,20 @@ class ProcessRecord:
     @classmethod
     def from_json(cls, data: object) -> ProcessRecord:
         return decode(cls, data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Others:
+    """The processes that train beside the one in which the script began."""
+
+    started: tuple[ProcessRecord, ...] = ()
+    """By the script."""
+    ranks: tuple[ProcessRecord, ...] = ()
+    """That a launcher has started, as it has started this one; or of a run on several devices."""
+    place: Place | None = None
+    """Of this process among those; None: it is none of them."""
+    devices: int | None = None
+    """On so many devices Flatout runs a script for one; None: the script itself says on how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,33 +123,100 @@ class RankSpread:
 
 
 def process_record(
-    runner: Runner, *, rank: int | None, started_at: float, ended: bool, started_by_script: bool = True
+    runner: Runner, *, place: Place, started_at: float, ended: bool, started_by_script: bool = True
 ) -> ProcessRecord:
-    """Of this process, now."""
+    """Of this process, now. place: among its ranks."""
     record = runner.record
+    unknown = runner.watch.communication_unknown_because
+    parts = breakdown(record.rows)
     on_device = [sample.peak_bytes for sample in record.memory if sample.reserved_bytes is not None]
     return ProcessRecord(
         pid=os.getpid(),
-        rank=rank,
+        rank=place.rank,
         started_by_script=started_by_script,
         started_at=started_at,
+        process_started=process_started(os.getpid()),
+        pid_namespace=pid_namespace(),
         steps=record.steps,
         step_seconds=record.median_seconds,
-        parts=breakdown(record.rows),
+        recent_seconds=record.recent_seconds,
+        last_step_clock=on_monotonic(record.last_step_at),
+        parts=parts,
+        ranks=place.ranks,
+        exposed_seconds=None if unknown or not parts else parts["communication"],
+        exposed_unknown_because=unknown,
+        step_waits=() if unknown else step_waits(record.rows),
+        own_error_seconds=own_error_seconds(record.rows),
+        own_typical_seconds=own_typical_seconds(record.rows),
+        busy_share=runner.busy_share(),
         device=device_name(runner.watch.subject),
         peak_resident_bytes=peak_resident_bytes(),
         peak_device_bytes=max(on_device, default=None),
         ended=ended,
         fault=runner.fault,
+        applied=tuple(choice.label for choice in runner.applied.choices),
     )
 
 
-def rank_now() -> int | None:
-    """In the process group where there is one at the moment, else that of torchrun."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return environment.rank()
+def record_of_steps(
+    watch: Watch, rows: Sequence[StepRow], *, place: Place, started_at: float, busy_share: float | None
+) -> ProcessRecord:
+    """Of this process, by steps of one window."""
+    unknown, parts = watch.communication_unknown_because, breakdown(rows)
+    seconds = statistics.median(row.seconds for row in rows) if rows else None
+    return ProcessRecord(
+        pid=os.getpid(),
+        rank=place.rank,
+        started_at=started_at,
+        steps=len(rows),
+        step_seconds=seconds,
+        parts=parts,
+        ranks=place.ranks,
+        exposed_seconds=None if unknown or not parts else parts["communication"],
+        exposed_unknown_because=unknown,
+        step_waits=() if unknown else step_waits(rows),
+        own_error_seconds=own_error_seconds(rows),
+        own_typical_seconds=own_typical_seconds(rows),
+        busy_share=busy_share,
+        device=device_name(watch.subject),
+        peak_resident_bytes=peak_resident_bytes(),
+        ended=True,
+    )
+
+
+def place_now(last: Place) -> Place:
+    """In the process group where there is one at the moment; else the last one known (a script destroys its group
+    before it ends), else that of torchrun."""
+    together = ranks_together()
+    if together is not None:
+        return Place(rank=together[0], ranks=together[1])
+    return last if last.rank is not None else Place(rank=environment.rank())
+
+
+def own_seconds(parts: Mapping[str, float]) -> float:
+    """Of a step: without waiting for other ranks or for the device."""
+    return sum(seconds for kind, seconds in parts.items() if kind not in NO_WORK)
+
+
+def step_waits(rows: Sequence[StepRow]) -> tuple[tuple[int, float], ...]:
+    """What the process waited for other ranks in each of the last steps that were watched."""
+    known = [(row.step, row.parts.get("communication", 0.0)) for row in rows[-MOST_STEP_WAITS:] if row.step is not None]
+    return tuple(known)
+
+
+def own_error_seconds(rows: Sequence[StepRow]) -> float | None:
+    """Half the width of the 95 % confidence interval of a rank's own work in a step; None: too few steps."""
+    own = _own(rows)
+    return SURE * statistics.stdev(own) / math.sqrt(len(own)) if len(own) > 2 else None
+
+
+def own_typical_seconds(rows: Sequence[StepRow]) -> float | None:
+    own = _own(rows)
+    return statistics.median(own) if own else None
+
+
+def _own(rows: Sequence[StepRow]) -> list[float]:
+    return [own_seconds(row.parts) for row in rows if not row.parts.get("evaluation")]
 
 
 def in_order(records: Sequence[ProcessRecord]) -> tuple[ProcessRecord, ...]:

@@ -6,6 +6,7 @@ watched.profile.parts, watched.observed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,8 +16,10 @@ from flatout.levers.observed import Observed
 from flatout.profiling.profile import Profile
 from flatout.script.behaviour_seen import Behaviour
 from flatout.script.entry import Target
-from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
-from flatout.script.trial.messages import Command, ProfileAnswer
+from flatout.script.rank_answers import RankWatch, names_text, write_settings
+from flatout.script.rank_profiles import RankProfile, RankProfiles, rank_profiles
+from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled
+from flatout.script.trial.messages import Command, ProfileAnswer, TargetSettings
 from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
@@ -64,6 +67,11 @@ class ProfileWatched:
     trace: Path | None
     errors: str
     """What the script wrote to stderr, where it failed."""
+    ranks: tuple[RankProfile, ...] = ()
+    """Of the processes that train together, or that the script started: the first is the one of `profile`."""
+    rank_notes: tuple[str, ...] = ()
+    devices: int | None = None
+    """On so many devices Flatout ran a script for one; None: the script itself says on how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,18 +124,20 @@ def watch_profile(request: ProfileRequest) -> ProfileWatched:
     Raises TrialError where it could not be watched.
     """
     request.target.check()
-    watched = _with_fewer_steps(request, _watch_once(request, full(request.steps)))
+    watched = watch_with(request, lambda schedule: _watch_once(request, schedule))
     seen = watched.behaviour.steps if watched.behaviour is not None else 0
     if watched.status != 0 or seen >= LEAST_FOLLOWED_STEPS or watched.steps - 2 <= seen:
         return watched
     return replace(watched, behaviour=_watch_once(request, BEHAVIOUR_ALONE).behaviour)
 
 
-def _with_fewer_steps(request: ProfileRequest, watched: ProfileWatched) -> ProfileWatched:
+def watch_with(request: ProfileRequest, once: Callable[[Schedule], ProfileWatched]) -> ProfileWatched:
+    """Run the script by `once`; a second time, with fewer steps, where it ends before the profile does."""
+    watched = once(full(request.steps))
     ended_well = watched.status == 0 and not (watched.profile is not None and watched.profile.steps)
     if not ended_well or (fewer := fitting(watched.steps, request.steps)) is None:
         return watched
-    again = _watch_once(request, fewer)
+    again = once(fewer)
     if again.profile is None or again.profile.steps >= request.steps:
         return again
     note = (
@@ -139,7 +149,39 @@ def _with_fewer_steps(request: ProfileRequest, watched: ProfileWatched) -> Profi
 
 def _watch_once(request: ProfileRequest, schedule: Schedule) -> ProfileWatched:
     trace = request.trace_folder / TRACE_NAME if request.trace_folder is not None else None
-    command: Command = {
+    with work_folder() as folder, work_folder() as ranks:
+        command = command_of(schedule, trace, ranks)
+        write_settings(ranks, {"command": command, "target": target_settings(request.target)})
+        setup = TrialSetup(
+            target=request.target,
+            work_folder=folder,
+            shared=(ranks, *([request.trace_folder] if request.trace_folder is not None else [])),
+            isolation=request.isolation,
+            allow_network=request.allow_network,
+            stdin_file=request.stdin_file,
+            terminal_size=terminal_size() if request.stdin_file is None else None,
+            errors_apart=True,
+        )
+        watch = RankWatch(ranks)
+        with TrialProcess(setup, label="profile") as trial:
+            answer: ProfileAnswer = {"event": "profile", "ended": False, "steps": 0}
+            end: TrialEnded | None = None
+            try:
+                answer, end = trial.watch(command, request.patience_seconds, watch.settled)
+            except TrialSettled:
+                pass
+            except TrialError as error:
+                if not watch.answers():
+                    raise _explained(error, request, trial.errors) from None
+            found = rank_profiles(watch)
+            if found.first is None and watch.dead and end is None:
+                raise _died(watch, trial.errors)
+            return watched_of(request, answer, found, end=end, errors=trial.errors, trace=trace)
+
+
+def command_of(schedule: Schedule, trace: Path | None, ranks: Path) -> Command:
+    """ranks: the folder for the profiles of processes that train together."""
+    return {
         "do": "profile",
         "steps": schedule.profiled,
         "warm_up": schedule.warm_up,
@@ -148,35 +190,34 @@ def _watch_once(request: ProfileRequest, schedule: Schedule) -> ProfileWatched:
         "follow": schedule.follow,
         "settle": schedule.settle,
         "trace": str(trace) if trace is not None else "",
+        "ranks": str(ranks),
     }
-    with work_folder() as folder:
-        setup = TrialSetup(
-            target=request.target,
-            work_folder=folder,
-            shared=(request.trace_folder,) if request.trace_folder is not None else (),
-            isolation=request.isolation,
-            allow_network=request.allow_network,
-            stdin_file=request.stdin_file,
-            terminal_size=terminal_size() if request.stdin_file is None else None,
-            errors_apart=True,
-        )
-        with TrialProcess(setup, label="profile") as trial:
-            try:
-                answer: ProfileAnswer
-                answer, end = trial.watch(command, request.patience_seconds)
-            except TrialError as error:
-                raise _explained(error, request, trial.errors) from None
-            return _watched(request, answer, end, trial.errors, trace)
 
 
-def _watched(
-    request: ProfileRequest, answer: ProfileAnswer, end: TrialEnded | None, errors: str, trace: Path | None
+def target_settings(target: Target) -> TargetSettings:
+    return {"path": target.path, "module": target.module, "arguments": list(target.arguments)}
+
+
+def watched_of(
+    request: ProfileRequest,
+    answer: ProfileAnswer,
+    found: RankProfiles,
+    *,
+    end: TrialEnded | None = None,
+    errors: str = "",
+    trace: Path | None = None,
 ) -> ProfileWatched:
+    """answer: of the script's own process; where that does not train, the first rank's stands in its place."""
     note = f"{end.note}\n" if end is not None and end.note else ""
+    status = end.status if end is not None else None
+    if found.first is not None and not answer["steps"]:
+        answer = found.first["profile"]
+    if status is None and answer["ended"]:
+        status = 0
     profile, observed, behaviour = answer.get("profile"), answer.get("observed"), answer.get("behaviour")
     return ProfileWatched(
         target=request.target,
-        status=end.status if end is not None else None,
+        status=status,
         step_kind=answer.get("step_kind"),
         steps=answer["steps"],
         profile=Profile.from_json(profile) if profile is not None else None,
@@ -184,23 +225,40 @@ def _watched(
         behaviour=Behaviour.from_json(behaviour) if behaviour is not None else None,
         tf32=answer.get("tf32", False),
         trace=trace if answer.get("has_trace") else None,
-        errors=_of_the_script(errors) + note if end is not None and end.status else "",
+        errors=of_the_script(errors) + note if end is not None and end.status else "",
+        ranks=found.ranks,
+        rank_notes=found.notes,
     )
 
 
-def _of_the_script(errors: str) -> str:
+def _died(watch: RankWatch, errors: str) -> TrialError:
+    tail = of_the_script(errors).strip()
+    return TrialError(
+        f"{names_text(watch.dead)}, which the script started to train in, died before being profiled",
+        limit="the others wait for it",
+        remedy="find out why it dies, without Flatout" + (f"\n{tail}" if tail else ""),
+    )
+
+
+def of_the_script(errors: str) -> str:
     """Without what torch's profiler logs of itself."""
     return "".join(line for line in errors.splitlines(keepends=True) if not line.startswith(PROFILERS_LOG))
+
+
+def patience_over(request: ProfileRequest) -> TrialError:
+    return TrialError(
+        f"the script did not take the steps of a profile in {format_seconds(request.patience_seconds)}",
+        limit="that is the timeout",
+        remedy="allow more with --patience 2h, or ask for fewer --steps, if it trains at all",
+    )
 
 
 def _explained(error: TrialError, request: ProfileRequest, errors: str) -> TrialError:
     """The error in terms of `flatout profile`, with the script's stderr; for a signal with a shell's exit code."""
     what, limit, remedy = error.what, error.limit, error.remedy
     if isinstance(error, TrialHangs):
-        patience = format_seconds(request.patience_seconds)
-        what = f"the script did not take the steps of a profile in {patience}"
-        limit = "that is the timeout"
-        remedy = "allow more with --patience 2h, or ask for fewer --steps, if it trains at all"
+        over = patience_over(request)
+        what, limit, remedy = over.what, over.limit, over.remedy
     elif isinstance(error, TrialFault):
         what = f"the script could not be profiled: {what}"
     elif isinstance(error, TrialDied):
@@ -209,7 +267,7 @@ def _explained(error: TrialError, request: ProfileRequest, errors: str) -> Trial
             if error.signal_name
             else (f"the script exited with code {error.code} without Python's normal shutdown")
         )
-    tail = _of_the_script(errors).strip() if isinstance(error, TrialHangs | TrialDied) else ""
+    tail = of_the_script(errors).strip() if isinstance(error, TrialHangs | TrialDied) else ""
     explained = TrialError(what, limit=limit, remedy=remedy + (f"\n{tail}" if tail else ""))
     if isinstance(error, TrialDied) and error.signal_name:
         explained.exit_code = 128 - error.code

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Protocol
 
 from flatout.environment import thread_variables
 from flatout.machine.device import Device, Mark
 from flatout.machine.process_memory import peak_resident_bytes
 from flatout.script.batch_count import BatchCount
+from flatout.script.communication_calls import ranks_together
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.describe import NOT_AS_NOW, allows_tf32, breakdown, observe
 from flatout.script.device_calls import device_of
+from flatout.script.entry import Target
+from flatout.script.process_record import Place, record_of_steps
+from flatout.script.rank_answers import RankAnswer, RankAnswers
 from flatout.script.spans import StepRow
-from flatout.script.trial.isolated_child import IsolatedChild
 from flatout.script.trial.messages import Command, ProfileAnswer
 from flatout.script.watch import Watch
+from flatout.timing import LoadWatch
 
 if TYPE_CHECKING:
     from flatout.profiling.following import OperatorFollower
@@ -36,19 +41,44 @@ if TYPE_CHECKING:
 
 HELD_STEPS = 8
 MOST_TIMED_STEPS = 50
+TIMED_STEPS_OF_RANKS = 15
+"""At least, where ranks train together: what each waits for the others differs from step to step."""
 OTHER_MODE = "unknown, because the script has a dispatch mode of its own"
 TOO_MANY = "unknown, because one step has more than {most:,} operators: a profile of it would not fit in memory"
 
 
-class ProfileWatch:
-    """Ends the process with its answer once the steps have been profiled."""
+class Profiled(Protocol):
+    """The process that is profiled."""
 
-    def __init__(self, child: IsolatedChild, command: Command) -> None:
+    target: Target
+
+    def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
+        """Call them once torch has been imported."""
+
+    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """`callback`, such that an error of ours does not look like the script's."""
+
+    def finish(self, answer: ProfileAnswer) -> None:
+        """The steps have been profiled: the process may end here."""
+
+
+class ProfileWatch:
+    """Gives its answer once the steps have been profiled.
+
+    Of ranks that train together each goes through the same windows in the same steps, by their number alone: a window
+    that one begins earlier would be a wait for all others. Only the first is followed further, by its behaviour.
+    """
+
+    def __init__(self, child: Profiled, command: Command, *, answers: RankAnswers | None = None) -> None:
+        """answers: where ranks that train together leave theirs; None: this process trains alone."""
         self.watch = Watch()
+        self._answers, self._together = answers, None if answers is None else ranks_together()
+        self._started_at = time.time()
         self._child = child
         self._asked, self._warm_up = command["steps"], command["warm_up"]
         self._timed, self._timed_seconds = command["timed"], command["timed_seconds"]
         self._follow, self._settle, self._trace = command["follow"], command["settle"], command["trace"]
+        self._follows_behaviour = command.get("behaviour", True)
         self._batches = BatchCount(self.watch.subject)
         self._stage: Callable[[], None] = self._warming_up
         self._has_torch = False
@@ -63,6 +93,10 @@ class ProfileWatch:
         self._window: ProfilerWindow | None = None
         self._to_profile = self._asked
         self._marks: list[Mark] = []
+        self._waited_seconds: float | None = None
+        self._load: LoadWatch | None = None
+        self._busy_share: float | None = None
+        """Of all cores, in the steps that were timed."""
         self._label = contextlib.ExitStack()
         self._recording: Recording | None = None
         self._has_trace = False
@@ -105,6 +139,8 @@ class ProfileWatch:
         if self.watch.finder.kind is None:
             return
         self._boundaries += 1
+        if self._answers is not None and self._boundaries == 1:
+            self._answers.begin()
         if self._boundaries <= HELD_STEPS:
             subject = self.watch.subject
             self._held = [*subject.modules, *subject.optimizers, *subject.loaders]
@@ -114,6 +150,7 @@ class ProfileWatch:
     def _warming_up(self) -> None:
         if self._boundaries < self._warm_up:
             return
+        self._see_ranks()
         self._device = device_of(self.watch.subject)
         if self._timed:
             self._device.synchronize()
@@ -122,12 +159,23 @@ class ProfileWatch:
         else:
             self._begin_following()
 
+    def _see_ranks(self) -> None:
+        self._together = ranks_together() if self._answers is not None else None
+        if self._together is None:
+            return
+        self._load = LoadWatch()
+        if self._timed_seconds:
+            self._timed, self._timed_seconds = max(self._timed, TIMED_STEPS_OF_RANKS), 0.0
+        if self._together[0]:
+            self._trace = ""
+
     def _timing(self) -> None:
         timed = len(self.watch.rows or ())
         enough = timed >= MOST_TIMED_STEPS or time.perf_counter() - self._timed_from >= self._timed_seconds
         if timed < self._timed or not enough:
             return
         self._rows = self.watch.close_window()
+        self._busy_share = None if self._load is None else self._load.busy_share()
         self._begin_following()
 
     def _begin_following(self) -> None:
@@ -176,6 +224,8 @@ class ProfileWatch:
         import torch
 
         assert self._device is not None
+        if not self._marks and self._together is not None and self._device.kind == "cpu":
+            self.watch.open_window()  # how long it waits for other ranks in these very steps
         self._marks.append(self._device.mark())
         # TensorBoard's plugin and Perfetto show steps by this label; it also says what belongs to whole steps.
         self._label.enter_context(torch.profiler.record_function(f"ProfilerStep#{len(self._marks) - 1}"))
@@ -196,9 +246,15 @@ class ProfileWatch:
         self._begin_behaving()
 
     def _stop_profiler(self) -> None:
+        from flatout.profiling.recorded_events import DISTURBED
+
         if self._window is None:
             return
         self._label.close()
+        rows = self.watch.close_window()
+        if rows and not self.watch.communication_unknown_because:
+            kept = [row for row in rows if row.seconds <= DISTURBED * statistics.median(one.seconds for one in rows)]
+            self._waited_seconds = statistics.fmean(row.parts.get("communication", 0.0) for row in kept)
         if self._device is not None:
             self._device.synchronize()
         self._recording = self._window.stop(steps=max(0, len(self._marks) - 1))
@@ -209,7 +265,11 @@ class ProfileWatch:
     def _begin_behaving(self) -> None:
         """The last window, in which the script itself is followed: its calls have more to tell than its times."""
         assert self._behaviour is not None
-        self._peak_bytes, self._stage = peak_resident_bytes(), self._behaving
+        self._peak_bytes = peak_resident_bytes()
+        if not self._follows_behaviour or (self._together is not None and self._together[0]):
+            self._finish()
+            return
+        self._stage = self._behaving
         self._behaviour.start(self.watch.subject)
 
     def _behaving(self) -> None:
@@ -220,8 +280,26 @@ class ProfileWatch:
 
     # the answer
 
-    def _finish(self) -> NoReturn:
-        self._child.finish(self._answer(ended=False))
+    def _finish(self) -> None:
+        answer = self._answer(ended=False)
+        self._stage = lambda: None
+        self._child.finish(answer)
+
+    def rank_answer(self, answer: ProfileAnswer, fault: str = "") -> RankAnswer:
+        """The same, of a process among others that train."""
+        assert self._answers is not None
+        place = Place() if self._together is None else Place(rank=self._together[0], ranks=self._together[1])
+        record = record_of_steps(
+            self.watch, self._rows, place=place, started_at=self._started_at, busy_share=self._busy_share
+        )
+        return {
+            "name": self._answers.name,
+            "rank": place.rank,
+            "ranks": place.ranks,
+            "profile": answer,
+            "record": record.to_json(),
+            "fault": fault,
+        }
 
     def _answer(self, *, ended: bool) -> ProfileAnswer:
         observed = behaviour = None
@@ -267,6 +345,7 @@ class ProfileWatch:
             warm_up_steps=min(self._warm_up, self._boundaries),
             timed_seconds=[row.seconds for row in self._rows],
             spans=breakdown(self._rows) if self._rows else None,
+            waited_seconds=self._waited_seconds,
             follower=self._follower,
             compiled=compile_was_asked_for(),
             recording=self._recording if len(self._marks) > 1 else None,

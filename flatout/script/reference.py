@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from flatout.generators import generator_states
 from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
-from flatout.parameters import all_parameters, parameters_of
+from flatout.parameters import all_parameters, own_part, parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,8 @@ MOST_CALLS = 8
 
 
 def named_weights(subject: Subject) -> dict[str, Tensor]:
-    """The parameters of all models and optimizers, each once, by a name that the user knows."""
+    """The parameters of all models and optimizers, each once, by a name that the user knows; of those that are spread
+    over ranks this rank's part."""
     found: dict[int, tuple[str, Tensor]] = {}
     several = len(subject.modules) > 1
     for number, module in enumerate(subject.modules):
@@ -64,13 +65,13 @@ def named_weights(subject: Subject) -> dict[str, Tensor]:
     for number, optimizer in enumerate(subject.optimizers):
         for index, moved in enumerate(parameters_of(optimizer)):
             found.setdefault(id(moved), (f"optimizer {number}, parameter {index}", moved))
-    return {name: parameter.detach() for name, parameter in found.values()}
+    return {name: own_part(parameter.detach()) for name, parameter in found.values()}
 
 
 def named_buffers(subject: Subject) -> dict[str, Tensor]:
     """The floating-point buffers of all models, such as running statistics."""
     return {
-        f"{type(module).__name__}#{number}.{name}": buffer
+        f"{type(module).__name__}#{number}.{name}": own_part(buffer)
         for number, module in enumerate(subject.modules)
         for name, buffer in module.named_buffers()
         if buffer.is_floating_point()
@@ -84,7 +85,7 @@ def optimizer_state(subject: Subject) -> dict[str, Tensor]:
         for index, parameter in enumerate(parameters_of(optimizer)):
             for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
                 if hasattr(value, "copy_"):
-                    found[f"{number}.{index}.{key}"] = value
+                    found[f"{number}.{index}.{key}"] = own_part(value)
     return found
 
 
@@ -319,7 +320,7 @@ class ReferenceReader:
             return
         names = {tensor.data_ptr(): name for name, tensor in named_weights(self._subject).items()}
         for index, (parameter, reference) in enumerate(zip(parameters, theirs, strict=True)):
-            name = names.get(parameter.data_ptr(), f"parameter {index}")
+            name = names.get(own_part(parameter.detach()).data_ptr(), f"parameter {index}")
             mine = _gradient(parameter, whole, index, early)
             if mine is not None and reference is not None:
                 found["gradients"].append((name, *_error(reference, mine)))
@@ -358,14 +359,14 @@ def _copied(values: Tensor, tensor: Tensor) -> None:
 
 def _replace(parameter: Tensor, gradient: Tensor | None) -> None:
     if gradient is not None and parameter.grad is not None and parameter.grad.layout is gradient.layout:
-        parameter.grad.detach().copy_(gradient)
+        own_part(parameter.grad.detach()).copy_(gradient)
 
 
 def _gradient(parameter: Tensor, whole: bool, index: int, early: Early = NO_EARLY) -> Tensor | None:
     gradient = early.get(id(parameter), parameter.grad)
     if gradient is None:
         return None
-    gradient = gradient.detach()
+    gradient = own_part(gradient.detach())
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     return gradient.to("cpu", copy=True) if whole else sample(gradient, index)
 

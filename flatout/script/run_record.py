@@ -7,6 +7,7 @@ added. A run of a million steps needs as much memory as one of five thousand.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -106,3 +107,8 @@ class RunRecord:
     def growth(self) -> Growth | None:
         """By how much the process grows; None where that is not beyond its scatter, or too little was seen."""
         return steady_growth(self.resident)
+
+
+def on_monotonic(clock: float | None) -> float | None:
+    """A reading of time.perf_counter() as one of time.monotonic(), which all processes share."""
+    return None if clock is None else clock - time.perf_counter() + time.monotonic()

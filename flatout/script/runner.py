@@ -52,10 +52,15 @@ class Runner:
     """Installed before the script starts; `record` and `watch` are read while it runs and after."""
 
     def __init__(
-        self, choices: Sequence[Choice] = (), machine: Machine | None = None, *, proved_for: str | None = None
+        self,
+        choices: Sequence[Choice] = (),
+        machine: Machine | None = None,
+        *,
+        proved_for: str | None = None,
+        only_for: str | None = None,
     ) -> None:
         """machine: None skips the check whether each lever applies. proved_for: the loop (`Observed.loop`) for which
-        levers of lower precision were proved; None: any."""
+        levers of lower precision were proved; only_for: for which all of them were; None: any."""
         self.watch = Watch()
         self.record = RunRecord()
         self.epochs = EpochStarts()
@@ -70,7 +75,7 @@ class Runner:
         """(lever, why it does not apply to this run)"""
         self.threads_at_start: int | None = None
         self._load_watch: LoadWatch | None = None
-        self._machine, self._proved_for = machine, proved_for
+        self._machine, self._proved_for, self._only_for = machine, proved_for, only_for
         self._thread_variables = thread_variables()
         self.fault: str | None = None
         """Why the script could not be watched: an error of ours, which must not reach the script."""
@@ -180,6 +185,8 @@ class Runner:
         """Why a choice is left off here; '' if it is not. What was on from the start is not checked again."""
         if choice.lever.switch != "live":
             return ""
+        if self._only_for not in (None, observed.loop):
+            return f"the plan is for {self._only_for}; this process trains {observed.loop}"
         if choice.exactness == "reduced" and self._proved_for not in (None, observed.loop):
             return f"it was proved for {self._proved_for or 'an unnamed loop'}; this run trains {observed.loop}"
         verdict = choice.lever.applies(machine, observed)
@@ -187,6 +194,10 @@ class Runner:
 
     def _mark_boundary(self) -> None:
         self._last_boundary, self._steps_at_boundary = time.perf_counter(), self.watch.steps
+
+    def busy_share(self) -> float | None:
+        """Of all cores, whoever used them since the first step; None where that is too short to measure."""
+        return None if self._load_watch is None else self._load_watch.busy_share()
 
     def load(self) -> Load | None:
         """The processor's load since the first step; None where that is too short to measure."""

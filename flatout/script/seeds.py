@@ -26,6 +26,8 @@ T = TypeVar("T")
 OURS = str(Path(__file__).resolve().parents[1])
 UNSEEDED = 20_261_121
 """The seed of trials, until a script sets its own."""
+APART = 1_000_003
+"""Between the seeds that runs with neighbouring values of `moved` take from the counter."""
 CLOCK_UNITS = (1, 10**3, 10**6, 10**9)
 """Seconds, and the units in which scripts use them as a seed."""
 CLOCK_TOLERANCE_SECONDS = 3600.0
@@ -34,9 +36,11 @@ CLOCK_TOLERANCE_SECONDS = 3600.0
 class TrialSeeds:
     """Makes the process repeatable. `unseeded` names the places in the script without a fixed seed."""
 
-    def __init__(self, on_torch: Sequence[Callable[[ModuleType], object]] = ()) -> None:
-        self._on_torch = on_torch
-        self._counter = itertools.count(UNSEEDED)
+    def __init__(self, on_torch: Sequence[Callable[[ModuleType], object]] = (), moved: int = 0) -> None:
+        """moved: is added to every seed, the script's own too: a repetition of the run with other random numbers."""
+        self._on_torch, self._moved = on_torch, moved
+        self._first = UNSEEDED + moved
+        self._counter = itertools.count(UNSEEDED + APART * moved)
         self.unseeded: list[str] = []
 
     def install(self) -> None:
@@ -44,9 +48,17 @@ class TrialSeeds:
         self._python()
         ImportWatch({"torch": self._torch, "numpy": self._numpy}).install()
 
+    def install_late(self) -> None:
+        """The same in a process that has run for a while, except for torch's generator: that begins with a fixed seed,
+        and the script may have given it another one."""
+        self._python()
+        ImportWatch({"numpy": self._numpy}).install()
+
     def replacement(self, value: T, what: str) -> T | int:
-        """`value` as a seed; one from the counter where it is None, the time or the process id."""
-        return self._counted(what) if value is None or _from_clock(value) else value
+        """`value` as a seed, moved; one from the counter where it is None, the time or the process id."""
+        if value is None or _from_clock(value):
+            return self._counted(what)
+        return value + self._moved if isinstance(value, int) else value
 
     def _counted(self, what: str) -> int:
         self._note(what)
@@ -58,7 +70,7 @@ class TrialSeeds:
             self.unseeded.append(f"{what} at {caller}")
 
     def _python(self) -> None:
-        random.seed(0)
+        random.seed(self._moved)
         original, shared = random.Random.seed, random._inst
 
         def seed(generator: random.Random, a: float | str | bytes | bytearray | None = None, version: int = 2) -> None:
@@ -68,14 +80,14 @@ class TrialSeeds:
         random.seed = lambda a=None, version=2: seed(shared, a, version)
 
     def _numpy(self, numpy: ModuleType) -> None:
-        numpy.random.seed(UNSEEDED % 2**32)
+        numpy.random.seed(self._first % 2**32)
         numpy.random.bit_generator.randbits = lambda bits: next(self._counter) % 2**bits
         legacy, modern = numpy.random.seed, numpy.random.default_rng
         numpy.random.seed = lambda seed=None: legacy(_numpy_seed(self.replacement(seed, "numpy.random.seed")))
         numpy.random.default_rng = lambda seed=None: modern(self.replacement(seed, "numpy.random.default_rng"))
 
     def _torch(self, torch: ModuleType) -> None:
-        torch.manual_seed(UNSEEDED)
+        torch.manual_seed(self._first)
         original = torch.manual_seed
 
         def manual_seed(seed: object) -> object:

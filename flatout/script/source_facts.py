@@ -18,6 +18,7 @@ from typing import Literal
 
 from flatout.decoding import decode
 from flatout.script.behaviour_seen import SourceLine
+from flatout.script.scheduler_source import first_in_epochs, unused_schedulers
 
 MOST_FILES = 64
 MOST_FILE_BYTES = 2 << 20
@@ -97,6 +98,11 @@ class SourceFacts:
     layers: tuple[LayerFact, ...] = ()
     scheduler_first: tuple[tuple[SourceLine, SourceLine], ...] = ()
     """(scheduler's step, optimizer's step) where the first stands before the second in the same block."""
+    scheduler_first_in_epoch: tuple[tuple[SourceLine, SourceLine], ...] = ()
+    """(scheduler's step, statement with the optimizer's steps) where the first stands before the second in the body of
+    a loop over epochs."""
+    unused_schedulers: tuple[SourceLine, ...] = ()
+    """Where schedulers are made that nothing in the files steps, or is given."""
     loss_divided: tuple[SourceLine, ...] = ()
     """Divisions and products of something called a loss, or of gradients."""
     settings: tuple[tuple[str, SourceLine], ...] = ()
@@ -114,12 +120,20 @@ class SourceFacts:
                 readers.append(_Reader(name, text))
             except (SyntaxError, ValueError, RecursionError):
                 unreadable.append(name)
+        by_name = {reader.name: reader for reader in readers}
+        unused = unused_schedulers({name: reader.tree for name, reader in by_name.items()}) if not unreadable else []
         return cls(
             files=tuple(texts),
             calls=tuple(one for reader in readers for one in reader.calls()),
             kept=tuple(one for reader in readers for one in reader.kept()),
             layers=tuple(one for reader in readers for one in reader.layers()),
             scheduler_first=tuple(one for reader in readers for one in reader.scheduler_first()),
+            scheduler_first_in_epoch=tuple(
+                (reader.line(early), reader.line(steps))
+                for reader in readers
+                for early, steps in first_in_epochs(reader.tree)
+            ),
+            unused_schedulers=tuple(by_name[name].line(call) for name, call in unused),
             loss_divided=tuple(one for reader in readers for one in reader.loss_divided()),
             settings=tuple(one for reader in readers for one in reader.settings()),
             names=tuple(sorted({name.lower() for reader in readers for name in reader.names()})),
@@ -199,11 +213,11 @@ class _Reader:
     """One file."""
 
     def __init__(self, name: str, text: str) -> None:
-        self._name, self._lines = name, text.splitlines()
-        self._tree = ast.parse(text)
+        self.name, self._lines = name, text.splitlines()
+        self.tree = ast.parse(text)
         self._parents: dict[ast.AST, ast.AST] = {}
         self._order: list[ast.AST] = []
-        todo: list[ast.AST] = [self._tree]
+        todo: list[ast.AST] = [self.tree]
         while todo:
             node = todo.pop()
             self._order.append(node)
@@ -223,7 +237,7 @@ class _Reader:
     def line(self, node: ast.AST) -> SourceLine:
         number = getattr(node, "lineno", 0)
         text = self._lines[number - 1].strip() if 0 < number <= len(self._lines) else ""
-        return (self._name, number, text[:200])
+        return (self.name, number, text[:200])
 
     def names(self) -> Iterator[str]:
         for node in self._order:

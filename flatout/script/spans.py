@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flatout.machine.device import Device, Mark
+from flatout.tracebacks import leave_no_frame
 
 Reading = float | Mark | None
 """Of the host's clock, or a mark of the device; None: none could be made."""
-KINDS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
+KINDS = ("data", "transfer", "forward", "backward", "optimizer", "communication", "sync", "evaluation", "other")
 
 
 @dataclass
@@ -28,6 +29,8 @@ class StepRow:
     backwards: int = 1
     page_faults: int | None = None
     """Minor ones, of all threads; None: not counted."""
+    step: int | None = None
+    """Its number since watching began, the same on all ranks of a script."""
 
 
 @dataclass
@@ -78,6 +81,7 @@ class OpenRow(NamedTuple):
     spans: list[Span]
     backwards: int
     page_faults: int
+    step: int | None = None
 
 
 class Spans:
@@ -125,4 +129,26 @@ class Spans:
             parts[span.kind] = parts.get(span.kind, 0.0) + own
         parts.pop("other", None)  # a call that turned out not to cross devices
         parts["other"] = max(0.0, seconds - sum(parts.values()))
-        return StepRow(seconds=seconds, parts=parts, backwards=row.backwards, page_faults=row.page_faults)
+        return StepRow(
+            seconds=seconds, parts=parts, backwards=row.backwards, page_faults=row.page_faults, step=row.step
+        )
+
+
+def in_span(
+    original: Callable[..., object], enter: Callable[[], Span | None], leave: Callable[[Span], None]
+) -> Callable[..., object]:
+    """`original`, each call of which is a span; as it is where `enter` opens none."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        span = enter()
+        if span is None:
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frame(error)
+            raise
+        finally:
+            leave(span)
+
+    return call

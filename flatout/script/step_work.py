@@ -8,15 +8,18 @@ finish().flops_per_step
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from flatout.levers.matrix_units import LEAST_IN_ATTENTION, LEAST_IN_LINEAR
 from flatout.levers.observed import StepWork
+from flatout.torch_private.attributes import packet_of
 from flatout.torch_private.dispatch import ListeningMode, without_torch_function
-from flatout.train.flops import count_step
+from flatout.train.flops import OperationCount
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -25,35 +28,40 @@ MOST_VALUES = 1 << 16
 """Values of a tensor that are checked: where denormal numbers slow a step down, there are many."""
 TURNS = 20
 TINY = torch.finfo(torch.float32).tiny
+_TAKEN_OVER = {
+    "mm": 2 * LEAST_IN_LINEAR,
+    "addmm": 2 * LEAST_IN_LINEAR,
+    "_scaled_dot_product_flash_attention_for_cpu": 4 * LEAST_IN_ATTENTION,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 10 * LEAST_IN_ATTENTION,
+}
+"""Operations that the kernels for matrix units may take over, from so many FLOPs on."""
+_LEAST_FLOPS = {getattr(torch.ops.aten, name, None): flops for name, flops in _TAKEN_OVER.items()}
 
 
 def follow_step(*, counts_flops: bool = True) -> Callable[[], StepWork]:
-    """Start following; call the result at the end of the step.
-
-    counts_flops: torch's counter follows modules by hooks on their outputs and inputs, and a step that takes the
-    gradient of an input (`torch.autograd.grad(loss, x)`) fails under it.
-    """
+    """Start following; call the result at the end of the step. counts_flops: False where another step counts them."""
     entered = contextlib.ExitStack()
-    mode = entered.enter_context(_WorkMode())
-    finish_counting = count_step() if counts_flops else lambda: 0.0
+    mode = entered.enter_context(_WorkMode(counts_flops=counts_flops))
 
     def finish() -> StepWork:
-        flops = finish_counting()
         entered.close()
         return StepWork(
-            flops_per_step=flops or None,
+            flops_per_step=mode.flops or None,
             operations_per_step=mode.operations,
             denormal_share=mode.denormal / mode.looked_at if mode.looked_at else None,
             denormal_slowdown=_denormal_slowdown() if mode.denormal else None,
+            large_share=mode.large_flops / mode.flops if mode.flops else None,
         )
 
     return finish
 
 
 class _WorkMode(ListeningMode):
-    def __init__(self) -> None:
+    def __init__(self, *, counts_flops: bool) -> None:
         super().__init__()
         self.operations = self.looked_at = self.denormal = 0
+        self.flops = self.large_flops = 0.0
+        self._formulas = OperationCount() if counts_flops else None
 
     def __torch_dispatch__(
         self,
@@ -65,11 +73,18 @@ class _WorkMode(ListeningMode):
         out = func(*args, **(kwargs or {}))
         self.operations += 1
         with without_torch_function():  # the script's own modes must not see our operations
+            if self._formulas is not None:
+                self._count(self._formulas.of(func, args, kwargs or {}, out) or 0.0, func)
             for tensor in _tensors_among(args):
                 self._look_at(tensor)
             for tensor in _tensors_among(out):
                 self._look_at(tensor)
         return out
+
+    def _count(self, flops: float, func: OpOverload[..., object]) -> None:
+        self.flops += flops
+        if flops >= _LEAST_FLOPS.get(packet_of(func), math.inf):
+            self.large_flops += flops
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         """Count denormals among fp32 values on the CPU, where they may be slow."""

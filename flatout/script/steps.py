@@ -72,6 +72,16 @@ class StepFinder:
             self._counted[identity] = 0
         return False
 
+    @property
+    def leader_is_new(self) -> bool:
+        """True until the leader has stepped twice: another optimizer may still turn out to end the steps."""
+        return self.kind == "optimizer" and self._leader_steps < 2
+
+    @property
+    def optimizers(self) -> int:
+        """How many have stepped."""
+        return len(self._counted)
+
     def leader_passed(self, steps: int) -> None:
         """The leader made this many more steps, unreported, since its last one."""
         self.steps += steps

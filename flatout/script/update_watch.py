@@ -22,11 +22,12 @@ from flatout.script.behaviour_seen import (
     BackwardSeen,
     BroadcastSeen,
     ClipSeen,
+    IdleSchedulerSeen,
     SchedulerSeen,
     SourceLine,
 )
 from flatout.script.gradient_watch import GradientWatch, parameters_in
-from flatout.script.loss_graph import end_of_graph, numbers_of, parameters_of
+from flatout.script.loss_graph import end_of_graph, numbers_of, parameters_of, takes_softmax_twice
 from flatout.script.patches import Patches, noting
 from flatout.script.places import Places
 from flatout.script.step_hooks import StepHook
@@ -65,6 +66,8 @@ class _Backwards:
     retained: int = 0
     needed: int = 0
     scaled: int = 0
+    graphs: int = 0
+    softmax_twice: int = 0
     reductions: Counter[str] = field(default_factory=Counter)
 
 
@@ -138,7 +141,6 @@ class UpdateWatch:
         self.anomaly = False
         """Was anomaly detection on in a backward pass?"""
         self.steps = 0
-        self.backward_passes = 0
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self.on_step: Callable[[], None] = lambda: None
 
@@ -221,7 +223,6 @@ class UpdateWatch:
         import torch
         from torch import Tensor
 
-        self.backward_passes += 1
         self.anomaly |= torch.is_anomaly_enabled()
         found = self._backwards.setdefault(place, _Backwards())
         found.calls += 1
@@ -240,6 +241,8 @@ class UpdateWatch:
                 values.append(float(root.detach()) if pending is None else pending)
         if found.calls <= REACHED_PASSES:
             self.gradients.reach(parameters_of(root))
+            found.graphs += 1
+            found.softmax_twice += takes_softmax_twice(root)
         self._note_retained(place, root, args, kwargs)
 
     def _note_retained(self, place: Place, root: Tensor, args: Sequence[object], kwargs: dict[str, object]) -> None:
@@ -400,6 +403,8 @@ class UpdateWatch:
         if state.steps <= EXAMINED_STEPS:
             modules = self._subject.modules if self._subject is not None else ()
             self.gradients.measure(modules, optimizer, state.parameters)
+        elif self.gradients.weights_move is False:  # as where a warm-up begins with a rate of 0
+            self.gradients.sample(optimizer)
 
     def _judge_order(self, state: _OptimizerState, events: Sequence[Event]) -> None:
         """events: those since the optimizer's last step."""
@@ -452,6 +457,8 @@ class UpdateWatch:
                 retained_needed=one.needed,
                 scaled=one.scaled > one.calls / 2,
                 reduction=one.reductions.most_common(1)[0][0] if one.reductions else "",
+                graphs=one.graphs,
+                softmax_twice=one.softmax_twice,
             )
             for place, one in self._backwards.items()
         )
@@ -471,6 +478,16 @@ class UpdateWatch:
         return tuple(
             SchedulerSeen(line=self._places.line(place), calls=one.calls, between=one.between, warned=warned)
             for place, one in self._schedules.items()
+        )
+
+    def idle_schedulers(self, schedulers: Iterable[object]) -> tuple[IdleSchedulerSeen, ...]:
+        """Of these, those that have not stepped since they were made, and whose optimizer has stepped."""
+        steps = {id(state.optimizer()): state.steps for state in self._states.values()}
+        return tuple(
+            IdleSchedulerSeen(kind=type(one).__name__, steps=steps[id(optimizer)])
+            for one in schedulers
+            if (optimizer := getattr(one, "optimizer", None)) is not None and id(optimizer) in steps
+            if getattr(one, "last_epoch", None) == 0
         )
 
     def losses(self) -> tuple[float | None, ...]:

@@ -8,6 +8,7 @@ one per module inside a model. In a *window* the time of each kind of call is ad
     forward      outermost modules, with gradients enabled
     backward     autograd
     optimizer    optimizer.step, without what its closure runs
+    communication  waiting for other ranks: see `communication_calls`
     sync         waiting for the device because the script reads a value
     evaluation   modules without gradients, and the loader that feeds them
     other        the rest: the script's own Python, tensor operations outside modules
@@ -18,6 +19,7 @@ is watched; in forked workers everything is off.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flatout.levers.subject import BackwardWrapper, Handles, Subject
 from flatout.machine.heap_pieces import fill_freed_pieces
 from flatout.machine.process_memory import minor_faults
+from flatout.script.communication_calls import NOT_WATCHED, REPLACED, CommunicationCalls, not_seen_because
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
 from flatout.script.patches import ImportWatch, Patches, noting
@@ -91,6 +94,9 @@ class Watch:
         self.gradients_zeroed: bool | None = None
         """Does the script's zero_grad fill gradients with zeros? None: not called yet."""
         self.device_calls: DeviceCalls | None = None
+        self.communication_calls: CommunicationCalls | None = None
+        self.communication_unknown_because = NOT_WATCHED
+        """Why the last window does not tell how long the process waited for other ranks; '' where it does."""
         self._spans = Spans()
         self._patches = Patches()
         self._lasting_patches = Patches()
@@ -103,6 +109,8 @@ class Watch:
         where the loader holds its iterator (persistent workers), so that both can be freed."""
         self._last_loader: weakref.ref[DataLoader[object]] | None = None
         self._without_weights: Handles[nn.Module] = Handles()
+        self._called_in: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        """By modules that are called without gradients: the latest step, and whether they belong to it."""
         self._main_thread = threading.get_ident()
         self._row_start: Reading = None
         self._row_faults = 0
@@ -251,16 +259,33 @@ class Watch:
         if device_name(self.subject) != "cpu" and not compile_was_asked_for():
             self.device_calls = self.device_calls or DeviceCalls(self._enter_device_call, self._leave_device_call)
             self.device_calls.install(sys.modules["torch"])
+        self._open_communication()
         self._row_faults, self._row_start = minor_faults(), self._spans.timeline.mark()
+
+    def _open_communication(self) -> None:
+        self.communication_unknown_because = not_seen_because(self.subject, device_name(self.subject))
+        if self.communication_unknown_because:
+            return
+        if self.communication_calls is None:
+            calls = self._enter_device_call, self._leave_device_call, self._enter_in_pass
+            self.communication_calls = CommunicationCalls(*calls)
+        if not self.communication_calls.install():
+            self.communication_unknown_because = REPLACED
 
     def close_window(self) -> list[StepRow]:
         if self.device_calls is not None:
             self.device_calls.uninstall()
+        if self.communication_calls is not None:
+            self.communication_calls.uninstall()
         rows, self.rows = self.rows or [], None
         return [self._spans.read(row) for row in rows] if self._spans.timeline.wait() else []
 
     def _enter_device_call(self, kind: str) -> Span | None:
         return self._spans.enter(kind) if self.rows is not None and self._here() else None
+
+    def _enter_in_pass(self, kind: str) -> Span | None:
+        """In the thread that ends a backward pass, while the script's own thread waits for that."""
+        return self._spans.enter(kind) if self.rows is not None and self._in_backward else None
 
     def _leave_device_call(self, span: Span) -> None:
         self._spans.leave(span)
@@ -343,11 +368,15 @@ class Watch:
         if self.look is not None:
             run = self.look.around_backward(run)
         span = self._spans.enter("backward") if self.rows is not None else None
+        exchange = self.communication_calls
+        ended = exchange.backward_begins(roots) if exchange is not None and exchange.on else None
         self._in_backward = True
         try:
             result = run(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
+            if ended is not None:
+                ended()
             if span is not None and self.rows is not None:
                 self._spans.leave(span)
         self.backwards += 1
@@ -388,8 +417,9 @@ class Watch:
                 self.saw_autocast |= self._autocast_enabled("cpu") or self._autocast_enabled("cuda")
         span = None
         if self.rows is not None:
-            self._spans.move("pending", "data" if training else "evaluation")
-            span = self._spans.enter("forward" if training else "evaluation")
+            in_step = training or self._is_called_in_every_step(module)
+            self._spans.move("pending", "data" if in_step else "evaluation")
+            span = self._spans.enter("forward" if in_step else "evaluation")
         self.inside = True
         try:
             if training and self.look is not None:
@@ -401,6 +431,17 @@ class Watch:
             self.inside = False
             if span is not None and self.rows is not None:
                 self._spans.leave(span)
+
+    def _is_called_in_every_step(self, module: nn.Module) -> bool:
+        """Of one that is called without gradients: is it a teacher or a target network, whose outputs training needs?
+        Such a module is not trained itself, and was called in the step before, or two before."""
+        if module in self.subject.modules:
+            return False
+        step, known = self._called_in.get(module, (-3, False))
+        if step != self.steps:
+            known = step >= self.steps - 2
+            self._called_in[module] = self.steps, known
+        return known
 
     def _recomputed(
         self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -434,11 +475,15 @@ class Watch:
         if _has_weights(module) and not (self.steps and self._is_part_of_known(module)):
             self.subject.note_training(module)
             self.subject.modules.add(module)
-            loader = self._last_loader() if self._last_loader is not None else None
-            if loader is not None:
-                self.subject.loaders.add(loader)
+            self._see_loader()
         else:
             self._without_weights.add(module)
+
+    def _see_loader(self) -> None:
+        """The loader of the latest batch feeds training. A script may make one for every epoch."""
+        loader = self._last_loader() if self._last_loader is not None else None
+        if loader is not None and loader not in self.subject.loaders:
+            self.subject.loaders.add(loader)
 
     def _is_part_of_known(self, module: nn.Module) -> bool:
         """Does it share weights with what trained from the first step on? Then it is called for another purpose
@@ -493,10 +538,21 @@ class Watch:
 
         return __next__
 
+    def may_be_inside_a_step(self) -> bool:
+        """May this boundary turn out to be no end of a step, as after a discriminator's first update? Graphs that a
+        change of the weights would break may be alive then. True while an optimizer exists that has still to step."""
+        from torch.optim import Optimizer
+
+        if not self.finder.leader_is_new:
+            return False
+        made = sum(issubclass(type(one), Optimizer) for one in gc.get_objects())
+        return made > self.finder.optimizers
+
     def _boundary(self) -> None:
         if self.steps == 0:
             self._weights.forget()
         self.steps += 1
+        self._see_loader()
         if self.rows is not None:
             self._close_row()
         for callback in self.at_boundary:
@@ -508,7 +564,7 @@ class Watch:
         assert self.rows is not None
         end, faults = self._spans.timeline.mark(), minor_faults() - self._row_faults
         self._spans.move("pending", "data")
-        self.rows.append(OpenRow(self._row_start, end, self._spans.take(), self._row_backwards, faults))
+        self.rows.append(OpenRow(self._row_start, end, self._spans.take(), self._row_backwards, faults, self.steps))
         self._row_backwards = 0
 
 

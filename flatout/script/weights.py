@@ -93,4 +93,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:WATCHED_ELEMENTS].clone()
+    return _with_memory(tensor).detach().reshape(-1)[:WATCHED_ELEMENTS].clone()
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or one inside of it where it is only a wrapper, as a DTensor is: without its dispatch, to read
+    a wrapper ends the process."""
+    while flatten := getattr(tensor, "__tensor_flatten__", None):
+        tensor = getattr(tensor, flatten()[0][0])
+    if tensor.numel() and not tensor.data_ptr():
+        raise TypeError(f"{type(tensor).__name__} has no memory of its own")
+    return tensor

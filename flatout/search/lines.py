@@ -12,6 +12,9 @@ from flatout.units import format_bytes, format_seconds
 BudgetOption = Callable[[float], str]
 """How a budget of this many seconds is given: '--budget 2m'."""
 
+WIDE = 0.3
+"""Half the width of an interval, as a share of the ratio: wider ones are far from symmetric."""
+
 
 def seconds_argument(seconds: float) -> str:
     """How `flatout.tune` and `tune_inference` take a budget."""
@@ -50,10 +53,12 @@ def _trial(trial: Trial, width: int) -> str:
 
 
 def ratio_text(comparison: Comparison) -> str:
-    """'x1.47 ±0.02': half the width of the confidence interval."""
-    half = (comparison.high - comparison.low) / 2
-    if half > comparison.ratio:  # or infinite: there were too few pairs
+    """'x1.47 ±0.02': half the width of the confidence interval; its ends, where it is wide; without one, the pairs."""
+    if not comparison.has_interval:
         return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
+    half = (comparison.high - comparison.low) / 2
+    if half > WIDE * comparison.ratio:
+        return f"x{comparison.ratio:.2f} ({comparison.low:.2f} to {comparison.high:.2f})"
     return f"x{comparison.ratio:.2f} ±{half:.2f}"
 
 

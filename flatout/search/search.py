@@ -39,6 +39,8 @@ UNDECIDED_FROM = 1.01
 MUCH_SLOWER = 0.8
 """Speedup below which a change is not worth a second trial together with another one."""
 STOPPING = "stopping the search; what was found so far is checked (Ctrl-C again: end without a plan)"
+LEAST_MORE = 1.25
+"""Times the budget that was too short, at least."""
 SEARCH_SHARE = 0.5
 """The least share of a suggested budget that goes to trials."""
 
@@ -403,7 +405,8 @@ class Search(ABC, Generic[C]):
             return None
         costs = [trial.cost_seconds for trial in self.state.trials] or [self.usual_trial_seconds]
         more = self.state.late * sum(costs) / len(costs)
-        return enough_for(self._deadline.elapsed_seconds + more, self._deadline)
+        enough = enough_for(self._deadline.elapsed_seconds + more, self._deadline)
+        return max(enough, LEAST_MORE * self._deadline.budget_seconds)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from flatout.machine.kept_ceilings import load_ceilings
 from flatout.machine.sensors import Sensors, SensorSource
 from flatout.report.live_text import LiveView, live_rows
 from flatout.serve.page import page_html
-from flatout.serve.run_folder import read_run
+from flatout.serve.run_folder import read_ranks, read_run
 from flatout.units import format_bytes, format_seconds
 
 HOST, FIRST_PORT, PORTS_TRIED = "127.0.0.1", 8765, 40
@@ -88,6 +88,7 @@ class RunPages:
             ceilings=_ceilings(seen.state.device),
             devices=devices,
             energy=self._energy.add(seen.state, devices),
+            ranks=read_ranks(seen),
         )
         return view_json(view)
 

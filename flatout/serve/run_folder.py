@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import json
 import stat
+import time
 from pathlib import Path
 
 from flatout import environment
+from flatout.diagnose.live_ranks import LiveRanks, live_ranks
 from flatout.diagnose.run_state import RunState
 from flatout.diagnose.seen_run import SeenRun, condition_of
 from flatout.errors import UsageError, describe_error
 from flatout.report.document import document, read_document
+from flatout.script.record_file import read_records
 from flatout.script.run_folders import STATE, make_folder, make_private, remove_old, run_folders
 from flatout.whole_files import PRIVATE, written_whole
 
@@ -74,6 +77,13 @@ def read_run(folder: Path) -> SeenRun:
     except TypeError as error:
         raise UsageError(f"{path} is not the state of a run: {error}") from error
     return SeenRun(folder=str(folder), state=state, condition=condition_of(state))
+
+
+def read_ranks(seen: SeenRun) -> LiveRanks:
+    """The processes of this run that train, where there are several, by the records that they keep."""
+    folders = [seen.folder, *([seen.state.ranks_folder] if seen.state.ranks_folder is not None else [])]
+    records = [one for folder in folders for one in read_records(Path(folder))]
+    return live_ranks(records, time.monotonic())
 
 
 def all_runs(parent: Path | None = None) -> list[SeenRun]:

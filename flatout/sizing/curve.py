@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from flatout.notebook_tables import ShownAsText
 from flatout.sequential import compare_so_far
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.units import format_bytes, format_seconds, labelled
@@ -85,8 +86,8 @@ class BatchPoint:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchCurve:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BatchCurve(ShownAsText):
     """Speed and memory by batch size, with the evidence; `str()` of it is one screen.
 
     With another batch size a model trains differently: this is advice, and never applied.

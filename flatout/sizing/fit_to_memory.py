@@ -21,6 +21,7 @@ from flatout.errors import MachineError, UsageError
 from flatout.levers.compile import repeated_blocks
 from flatout.memory.forecast import MemoryForecast, Target
 from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.notebook_tables import ShownAsText
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
 from flatout.sizing.forecasting import count_operations, forecast_training
@@ -76,8 +77,8 @@ class Considered:
         return exactness_of(self.choices)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitToMemory:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FitToMemory(ShownAsText):
     """The plan with its evidence. To continue under it: `step = step.with_plan(found.plan)`."""
 
     plan: Plan

@@ -15,6 +15,7 @@ from flatout.data.nested import repeat_batch, tensors_in
 from flatout.errors import MachineError, UsageError
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
+from flatout.notebook_tables import ShownAsText
 from flatout.plan import Plan
 from flatout.sizing.forecasting import forecast_training
 from flatout.sizing.target import available_bytes, find_target
@@ -38,8 +39,8 @@ class Try:
     fitted: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class LargestBatch:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LargestBatch(ShownAsText):
     """The answer with its evidence. `plan` is the given one, with accumulation where a global batch was asked for."""
 
     batch_size: int

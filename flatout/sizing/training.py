@@ -124,7 +124,7 @@ def check_batch_size(batch_size: int | None) -> None:
 
 def carried_out(plan: Plan, ranks: int = 1) -> Plan:
     """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and reads no value."""
-    of_ranks = ("parallel", "batch_norm") if ranks > 1 else ()
+    of_ranks = ("parallel", "batch_norm", "fsdp_dtype", "fsdp_keep_gathered") if ranks > 1 else ()
     plan = plan.without(
         *(name for name in plan.choices() if not declared()[name].in_forecasts and name not in of_ranks)
     )

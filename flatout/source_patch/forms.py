@@ -29,6 +29,7 @@ FORMS: Mapping[str, Form] = {
 
 WITHOUT_FORM: Mapping[str, str] = {
     "device": "every tensor that the script makes would have to be moved",
+    "devices": "each process is a run of the whole script, which Flatout starts",
     "attention": "the products and the softmax are recognized while the model runs, not in its text",
     "loss": "the loss would need a function of its own that computes the scores in chunks",
     "allocator": "it is set in the environment, before Python starts",

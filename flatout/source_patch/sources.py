@@ -49,10 +49,6 @@ class Sources:
             for call in file.find(cst.Call):
                 yield file, call
 
-    def imported_calls(self, *names: str) -> list[tuple[SourceFile, cst.Call]]:
-        """Calls of an imported function or class of one of these full names."""
-        return [(file, call) for file, call in self.calls() if file.qualified(call.func) & {*names}]
-
     def mentions(self, *words: str) -> str:
         """The first word that any file has; '' if none."""
         return next((word for file in self.files if (word := file.mentions(*words))), "")

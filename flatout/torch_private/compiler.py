@@ -192,6 +192,26 @@ HEADER_FOLDER, HEADER_LOCKS = "_HEADER_DIR", "_HEADER_LOCK_DIR"
 """Of `codecache`: the folder of the precompiled headers; no setting changes it."""
 
 
+def instruction_sets() -> type:
+    """The class of the processor's instruction sets; `check_build` builds a library to see whether the C++ compiler
+    supports one. Imports torch's compiler."""
+    found: type = required("torch._inductor.cpu_vec_isa.VecISA")
+    return found
+
+
+_SMALLEST_KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(float* out) { at::vec::Vectorized<float>(0).store(out); }
+"""
+
+
+def precompile_headers() -> None:
+    """The headers that all kernels for the CPU include, if this has not been done. No kernel is built. Imports the
+    compiler."""
+    load = required("torch._inductor.codecache.CppPythonBindingsCodeCache.load_pybinding_async")
+    load(["float*"], _SMALLEST_KERNEL, "cpu", submit_fn=lambda build: None)
+
+
 # AOTInductor, which is not public yet
 
 

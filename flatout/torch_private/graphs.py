@@ -38,3 +38,38 @@ def cross_entropy_terms(node: object) -> CrossEntropyTerms | None:
     if total is None or target is None:
         return None
     return CrossEntropyTerms(total=total, targets=target.numel())
+
+
+def selects_by_mask(node: object) -> bool:
+    """Does it take those elements for which a mask is True?"""
+    if type(node).__name__.startswith("MaskedSelect"):
+        return True
+    try:
+        indices = getattr(node, "_saved_indices", None) or ()
+    except RuntimeError:
+        return False
+    return any(one is not None and str(one.dtype) in ("torch.bool", "torch.uint8") for one in indices)
+
+
+def constant_divisor(node: object) -> float | None:
+    """The number that a division divides by; None where it is no single number, or is not known."""
+    return _single(_saved_other(node))
+
+
+def multiplies_data(node: object) -> bool:
+    """Is it a product with, or a division by, a tensor that needs no gradient and is no single number?"""
+    other = _saved_other(node)
+    inputs = getattr(node, "next_functions", ())
+    return other is not None and other.numel() > 1 and any(one is None for one, _ in inputs)
+
+
+def _saved_other(node: object) -> Tensor | None:
+    try:
+        found: Tensor | None = getattr(node, "_saved_other", None)
+    except RuntimeError:
+        return None
+    return found if hasattr(found, "numel") else None
+
+
+def _single(tensor: Tensor | None) -> float | None:
+    return float(tensor.detach()) if tensor is not None and tensor.numel() == 1 else None

@@ -20,7 +20,7 @@ from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches, batches_of
 from flatout.errors import UsageError
-from flatout.train.fit_run import Evaluation, Run, Source
+from flatout.train.fit_run import Evaluation, Run, Source, needs_metric
 from flatout.train.interruption import Stop, stop_on_signals
 from flatout.train.loggers import Logger, check_loggers
 from flatout.train.patience import Patience, Waiting, as_patience, direction
@@ -128,11 +128,11 @@ def fit(
     _check_length(epochs, steps, save_every_steps)
     patience = as_patience(patience)
     run = _run(step, data, metric, checkpoints, objects, epoch_scheduler, ema, patience, loggers)
+    _check_metric_of_training(evaluation, metric, patience, epoch_scheduler)
     resumed_at = run.resume()
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.together, step.device), run.source
     _check_passes(source, epochs, steps)
-    if run.stopped:  # asked again, so that with another rule, or none, it continues
-        run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), step)
+    _ask_again(run, stop_when)
     with (
         run.logging(),
         stop_on_signals(breaks_off=stopping.alone) as stop,
@@ -145,6 +145,12 @@ def fit(
                 run.leave(stop, saved=True)
     _finish(run)
     return _result(run, step.steps - first, time.perf_counter() - began, resumed_at, ended)
+
+
+def _ask_again(run: Run, stop_when: StopWhen | None) -> None:
+    """A run that `stop_when` had ended continues with another rule, or none."""
+    if run.stopped:
+        run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), run.step)
 
 
 def _end_epoch(
@@ -326,6 +332,19 @@ def _check_functions(evaluation: object, after_step: object, after_epoch: object
     for function, name, arguments, called, remedy in table:
         if function is not None:
             as_function(function, name, arguments, limit=f"it is called as {called}", remedy=remedy)
+
+
+def _check_metric_of_training(
+    evaluation: Evaluation | None, metric: str, patience: Patience | None, scheduler: object
+) -> None:
+    """Without an evaluation there are the training's own figures alone."""
+    reader = "patience" if patience is not None else "epoch_scheduler" if needs_metric(scheduler) else None
+    if evaluation is None and reader is not None and not metric.startswith("train_"):
+        raise UsageError(
+            f"{reader} reads {metric!r}, and there is no evaluation",
+            limit="without one the figures of an epoch are train_loss, and train_NAME for those of loss_fn",
+            remedy="pass evaluation, or metric='train_loss'",
+        )
 
 
 def _check_length(epochs: object, steps: object, save_every_steps: object) -> None:

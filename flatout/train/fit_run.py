@@ -81,7 +81,11 @@ class Run:
         state = loaded.state
         if "step" not in state:  # saved by the first version of `fit`
             state = {**state, "step": extra.get("step", {})}
-        restore(state, self.step, self.source, **self.objects)
+        try:
+            restore(state, self.step, self.source, **self.objects)
+        except UsageError as error:  # its remedies are arguments of restore
+            remedy = "build step, data and objects as they were when it was saved, or give another folder"
+            raise UsageError(error.what, limit=error.limit, remedy=remedy) from error
         self._load_state(extra.get("fit") or RunState())
         return self.step.steps
 
@@ -238,7 +242,7 @@ class Run:
         raise UsageError(
             f"metric is {self.metric!r}",
             limit=f"the figures of an epoch are {', '.join(map(repr, figures)) or 'none'}",
-            remedy="name one of these; the run resumes from what is saved",
+            remedy="name one of these" + ("; the run resumes from what is saved" if self.checkpoints else ""),
         )
 
 

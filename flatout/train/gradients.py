@@ -51,6 +51,9 @@ class GradientStep:
 
         self.parameters, self.optimizer, self.clip_norm = parameters, optimizer, clip_norm
         self.nonfinite, self._norm_of = nonfinite, norm_of
+        self.name_of: Callable[[Tensor], str] = lambda parameter: ""
+        """For messages; '' where a parameter's name is not known."""
+        self._known_dense = False
         device = parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
@@ -79,6 +82,9 @@ class GradientStep:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None or self.nonfinite is not None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            if not self._known_dense and any(one.is_sparse for one in gradients):
+                raise self._sparse_error()
+            self._known_dense = True
             self.norm = total_norm(gradients) if self._norm_of is None else self._norm_of(self.parameters)
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, self.norm)
@@ -88,6 +94,17 @@ class GradientStep:
             self._step_if_finite(step, self.norm)
         else:
             self.optimizer.step()
+
+    def _sparse_error(self) -> UsageError:
+        """Torch has no norm of several sparse gradients, and cannot scale one in place."""
+        sparse = next(one for one in self.parameters if one.grad is not None and one.grad.is_sparse)
+        asked = f"clip_norm is {self.clip_norm}" if self.clip_norm is not None else f"nonfinite is {self.nonfinite!r}"
+        name = self.name_of(sparse) or f"a parameter of shape {list(sparse.shape)}"
+        return UsageError(
+            f"{asked}, and the gradient of {name} is sparse",
+            limit="the norm of all gradients is computed of dense ones alone",
+            remedy="make the embedding without sparse=True, or leave the option out",
+        )
 
     def _step_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """torch's scaler skips the optimizer's step itself, and adapts its scale."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from flatout.errors import NumericsError
+from flatout.parameters import own_part
 from flatout.train.readings import Readings
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def check_weights_finite(weights: Iterable[tuple[str, Tensor]], watch: LossWatch
     import torch
 
     held = [(name, one) for name, one in weights if one.is_floating_point() or one.is_complex()]
-    flags = [getattr(one, "to_local", lambda one=one: one)().detach().isfinite().all() for _, one in held]
+    flags = [own_part(one).detach().isfinite().all() for _, one in held]
     if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
         return
     name = next(name for (name, _), flag in zip(held, flags, strict=True) if not flag)

@@ -21,6 +21,7 @@ The plan's levers are those of `flatout tune`, applied by the same functions.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,6 +142,9 @@ class TrainStep:
             nonfinite=self.plan.nonfinite,
             norm_of=self._strategy.total_norm,
         )
+        self._update.name_of = functools.partial(
+            _name_in, self.model
+        )  # no method of ours: its cycle would delay undoing
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
             check_in_backward(clip_norm=clip_norm, ranks=1 if self.group is None else self.group.size())
@@ -605,3 +609,7 @@ def _check_loss(loss: object) -> None:
 def _device_of(model: Module) -> str:
     parameter = next(model.parameters(), None)
     return str(parameter.device) if parameter is not None else "cpu"
+
+
+def _name_in(model: Module, parameter: Tensor) -> str:
+    return next((name for name, one in model.named_parameters() if one is parameter), "")

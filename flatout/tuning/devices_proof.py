@@ -7,11 +7,15 @@ Three runs from the same seed: on one device, which writes its state at some ste
 moved by one rounding error, which shows how much of a difference rounding explains; and on all devices. At the steps
 that are compared each run continues from the first one's state, and gradients, updates and losses are compared as in a
 tune's proof (`flatout.tuning.proof`), with the same limits. The samples in every batch are compared by their indices.
+
+Where steps cannot be equal (dropout, batch norms on shares, other random numbers in the model), losses are compared
+over several seeds: each seed is run on one device and on all, and the verdict is statistical.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +27,20 @@ from flatout.script.replicas.recorded import NO_STEPS
 from flatout.script.replicas.settings import LOSSES, RECORD, Facts, Recording, Settings
 from flatout.script.replicas.starting import DevicesRequest, ranks_prepared, start_ranks
 from flatout.script.work_folder import work_folder
+from flatout.tuning import levels
 from flatout.tuning import proof as judge
+from flatout.tuning.levels import LevelDifference
 from flatout.tuning.numerics import Numerics
 
 STEPS, CHECK_EVERY = 40, 8
+SEEDS = 5
+"""Of the comparison of losses over seeds."""
 QUIET = (("WANDB_MODE", "offline"), ("TORCH_CPP_LOG_LEVEL", "ERROR"))
 """Nothing is sent to tracking services; no warning that a trial without a network finds no name of its own."""
-Verdict = Literal["equal to rounding", "different", "not comparable"]
+REPEATED = (("PYTHONWARNINGS", "ignore"),)
+"""Of runs after the first, which has printed the script's warnings."""
+Verdict = Literal["equal to rounding", "alike", "different", "not comparable"]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +65,14 @@ class DevicesProof:
     """Of one parameter, relative to its size, at the steps that start from the same state."""
     rounding_gradient_difference: float | None
     without_dropout: bool = False
-    """Was dropout left out in all runs, because ranks draw other masks than one device?"""
+    """Was dropout left out where steps were compared, because ranks draw other masks than one device?"""
+    over_seeds: LevelDifference | None = None
+    """Of the losses on all devices from those on one, dropout included; None: not needed."""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return {**found, "over_seeds": None if self.over_seeds is None else self.over_seeds._asdict()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +84,56 @@ class _Run:
     facts: Facts | None
 
 
-def prove_devices(target: Target, devices: int, settings: Settings, *, steps: int = STEPS) -> DevicesProof:
-    """Raises ScriptError where the script fails or trains nothing, and what a rank raises that refuses to go on."""
+def prove_devices(
+    target: Target,
+    devices: int,
+    settings: Settings,
+    *,
+    steps: int = STEPS,
+    over_seeds: bool = True,
+    progress: Progress = lambda text: None,
+) -> DevicesProof:
+    """over_seeds: where steps cannot be equal, compare losses from several seeds, which takes ten more runs.
+
+    Raises ScriptError where the script fails or trains nothing, and what a rank raises that refuses to go on.
+    """
+    progress(f"comparing {steps} steps on one device and on {devices}")
     found = _compared(target, devices, settings, steps, without_dropout=False)
-    if not found.random:
-        return found.proof
-    without = _compared(target, devices, settings, steps, without_dropout=True)
-    if without.random:
-        return found.proof
-    return replace(without.proof, without_dropout=True)
+    proof = found.proof
+    if found.random:
+        progress("comparing them without dropout")
+        without = _compared(target, devices, settings, steps, without_dropout=True)
+        if not without.random:
+            proof = replace(without.proof, without_dropout=True)
+    if proof.verdict == "different" or not over_seeds or not (found.random or found.batch_norms):
+        return proof
+    return _with_seeds(proof, target, settings, progress)
+
+
+def _with_seeds(proof: DevicesProof, target: Target, settings: Settings, progress: Progress) -> DevicesProof:
+    """The verdict on what steps cannot show, from the losses over several seeds."""
+
+    def losses(devices: int, seed: int) -> Numerics:
+        progress(f"seed {seed + 1} of {SEEDS} on {'one device' if devices == 1 else f'{devices} devices'}")
+        with work_folder() as unused:
+            recording = Recording(steps=proof.steps, role="free", seeds_moved=seed, reference=str(unused), checks=())
+            return _recorded(target, devices, settings, recording).numerics
+
+    runs = [(losses(1, seed), losses(proof.devices, seed)) for seed in range(SEEDS)]
+    plains, shared = [plain for plain, _ in runs], [other for _, other in runs]
+    if all(run.stays_finite() for run in plains) and not all(run.stays_finite() for run in shared):
+        return replace(proof, verdict="different", reason="its numbers become infinite or NaN on several devices")
+    found = levels.paired_difference(plains, shared)
+    if found is None:
+        return proof
+    proof = replace(proof, over_seeds=found)
+    over = f"losses of the later half over {found.pairs} seeds"
+    if found.half_width > levels.STATISTICAL_RESOLUTION:
+        reason = f"{over} vary so much that a difference of {found.half_width:.0%} would not be detected"
+        return replace(proof, verdict="not comparable", reason=reason)
+    if abs(found.mean) > found.resolution:
+        return replace(proof, verdict="different", reason=f"{over} are {found} off those on one device")
+    return proof if proof.verdict == "equal to rounding" else replace(proof, verdict="alike", reason="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +141,8 @@ class _Compared:
     proof: DevicesProof
     random: bool
     """Did the model draw random numbers?"""
+    batch_norms: bool
+    """Did it see the mean and variance of shares?"""
 
 
 def _compared(target: Target, devices: int, settings: Settings, steps: int, *, without_dropout: bool) -> _Compared:
@@ -135,7 +192,12 @@ def _compared(target: Target, devices: int, settings: Settings, steps: int, *, w
         rounding_gradient_difference=judge.largest_gradient_difference(nudged.numerics),
         notes=_notes(plain),
     )
-    return _Compared(proof=proof, random=shared.facts is not None and shared.facts.draws_in_model)
+    facts = shared.facts
+    return _Compared(
+        proof=proof,
+        random=facts is not None and facts.draws_in_model,
+        batch_norms=facts is not None and facts.batch_norms > 0 and not facts.multiplied,
+    )
 
 
 def _recorded(target: Target, devices: int, settings: Settings, recording: Recording) -> _Run:
@@ -143,7 +205,8 @@ def _recorded(target: Target, devices: int, settings: Settings, recording: Recor
     told = replace(settings, recording=recording, visible=visible)
     with ranks_prepared(told, Path(recording.reference)) as folder:
         command = child_command("flatout.script.replicas.recorded", str(folder), *target.command)
-        status = start_ranks(DevicesRequest(target=target, devices=devices, variables=QUIET), folder, command)
+        variables = QUIET if recording.role == "reference" else QUIET + REPEATED
+        status = start_ranks(DevicesRequest(target=target, devices=devices, variables=variables), folder, command)
         if status == NO_STEPS:
             raise ScriptError(
                 "no training step was seen", limit="steps are compared", remedy="prove a script that trains"

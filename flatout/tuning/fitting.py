@@ -151,7 +151,7 @@ def _tried(
             return _measured(running, choices, trial, plain_bytes, limit_bytes, step_seconds)
         except TrialEnded as end:
             running.close()
-            if end.status != 0 or last:
+            if not end.by_itself or last:
                 return replace(trial, outcome="failed", reason=end.headline or str(end))
         except TrialError as error:
             running.close()

@@ -215,10 +215,17 @@ def corrected(own: Saving, choice: str, training: Training, known: Sequence[Earl
 
 
 def _as_measured(own: Saving, here: Sequence[Earlier]) -> Saving:
-    """The median, with an interval that contains all of theirs; where one has none, the lever's own as well."""
+    """The median, with an interval that contains all of theirs; where one has none, or one that says nothing more than
+    the lever's own, that as well."""
     least, _, most = own.ratios
-    low = min(one.low or min(one.measured, least) for one in here) / math.exp(REPEAT_ERROR)
-    high = max(one.high or max(one.measured, most) for one in here) * math.exp(REPEAT_ERROR)
+    intervals = [
+        (min(one.measured, least), max(one.measured, most))
+        if one.low is None or one.high is None or (one.low < least and one.high > most)
+        else (one.low, one.high)
+        for one in here
+    ]
+    low = min(low for low, _ in intervals) / math.exp(REPEAT_ERROR)
+    high = max(high for _, high in intervals) * math.exp(REPEAT_ERROR)
     ratio, last = median([one.measured for one in here]), max(one.at for one in here)[:10]
     said = f"measured x{ratio:.2f} here on {last}"
     if len(here) > 1:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
@@ -54,6 +56,35 @@ USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
 Pairs = list[tuple[float, float]]
 
 
+class Sides(Protocol):
+    """Two ways of running one script, in new processes."""
+
+    def together(self) -> AbstractContextManager[tuple[Arm, Arm]]:
+        """(baseline, candidate), both at their first step."""
+
+    def baseline(self) -> AbstractContextManager[Arm]:
+        """A run of its own, at its first step."""
+
+    def candidate(self) -> AbstractContextManager[Arm]: ...
+
+
+@dataclass(frozen=True)
+class PlainAndPlanned:
+    """A script, or a training step, as it is and under a plan."""
+
+    trials: Trials
+    choices: Sequence[Choice]
+
+    def together(self) -> AbstractContextManager[tuple[Arm, Arm]]:
+        return fresh_arms(self.trials, self.choices)
+
+    def baseline(self) -> AbstractContextManager[Arm]:
+        return fresh_run(self.trials, ())
+
+    def candidate(self) -> AbstractContextManager[Arm]:
+        return fresh_run(self.trials, self.choices)
+
+
 def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
     """The trials in which steps take as long as in a user's process: new processes, not forks.
 
@@ -68,6 +99,18 @@ def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
 def compare_in_fresh_processes(
     trials: Trials,
     choices: Sequence[Choice],
+    pace: Pace,
+    deadline: Deadline,
+    seconds: float,
+    few: FewSteps | None = None,
+    started: tuple[Arm, Arm] | None = None,
+) -> Pairing:
+    """The plain script or step, and the one under these choices: `compare_afresh`."""
+    return compare_afresh(PlainAndPlanned(trials, choices), pace, deadline, seconds, few, started)
+
+
+def compare_afresh(
+    sides: Sides,
     pace: Pace,
     deadline: Deadline,
     seconds: float,
@@ -99,9 +142,9 @@ def compare_in_fresh_processes(
         pairs: Pairs = []
         wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
         if few is None:
-            last, pace = _one_pair_of_processes(trials, choices, pace, deadline, left, wanted, pairs)
+            last, pace = one_pair_of_processes(sides, pace, deadline, left, wanted, pairs)
         else:
-            last = _one_pair_of_runs(trials, choices, few, deadline, number, pairs)
+            last = _one_pair_of_runs(sides, few, deadline, number, pairs)
         groups.append(pairs)
         spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
         undecided = found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
@@ -224,7 +267,7 @@ def _compared(pairs: Pairs, least_gain: float) -> Comparison:
 
 
 @contextlib.contextmanager
-def _fresh_run(trials: Trials, choices: Sequence[Choice]) -> Iterator[Arm]:
+def fresh_run(trials: Trials, choices: Sequence[Choice]) -> Iterator[Arm]:
     """One run, at its first step, watched as `flatout run` watches the first steps."""
     from_start, live = split_by_switch(choices)
     with trials.trial(from_start, label="planned" if choices else "plain") as fresh:
@@ -232,18 +275,14 @@ def _fresh_run(trials: Trials, choices: Sequence[Choice]) -> Iterator[Arm]:
         yield Arm(fresh, live)
 
 
-def _one_pair_of_runs(
-    trials: Trials, choices: Sequence[Choice], few: FewSteps, deadline: Deadline, number: int, pairs: Pairs
-) -> Pairing:
+def _one_pair_of_runs(sides: Sides, few: FewSteps, deadline: Deadline, number: int, pairs: Pairs) -> Pairing:
     with deadline.stage("the last comparison"):
-        plain, planned = (lambda: _fresh_run(trials, ())), (lambda: _fresh_run(trials, choices))
-        pairs.append(pair_of_runs(plain, planned, few, number))
+        pairs.append(pair_of_runs(sides.baseline, sides.candidate, few, number))
     return pairing_of_runs(pairs, few.pace)
 
 
-def _one_pair_of_processes(
-    trials: Trials,
-    choices: Sequence[Choice],
+def one_pair_of_processes(
+    sides: Sides,
     pace: Pace,
     deadline: Deadline,
     seconds: float,
@@ -257,7 +296,7 @@ def _one_pair_of_processes(
     for start in range(MOST_STARTS):
         before, began = len(pairs), deadline.elapsed_seconds
         try:
-            with deadline.stage("the last comparison"), fresh_arms(trials, choices) as (plain, planned):
+            with deadline.stage("the last comparison"), sides.together() as (plain, planned):
                 starting = deadline.elapsed_seconds - began
                 fitting = max(1, min(wanted, int(seconds / (starting + LEAST_SECONDS))))
                 windows_seconds = min(seconds / fitting - starting, max(starting, MOST_SECONDS))
@@ -265,7 +304,7 @@ def _one_pair_of_processes(
         except TrialEnded as end:
             shorter = pace.within(end.steps)
             stuck = len(pairs) == before and shorter == pace
-            if end.status != 0 or stuck or start == MOST_STARTS - 1:
+            if not end.by_itself or stuck or start == MOST_STARTS - 1:
                 raise
             whole = len(pairs) - before - 1  # with one less, the script does not end first again
             pace = replace(shorter, most_pairs=max(pace.least_pairs, whole))

@@ -1,12 +1,14 @@
-"""For scripts whose plain runs differ: are several runs with levers and without alike?
+"""For runs whose steps cannot be compared one by one: are they alike in the level of their losses?
 
-Single steps cannot be compared there; the sizes of the gradients and the level of the losses can.
+`not_alike` is for scripts whose plain runs differ, and compares the sizes of gradients too. `paired_difference` is for
+two ways to train from the same seeds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from flatout.statistics import median, student_95
 from flatout.tuning.numerics import Numerics
@@ -16,6 +18,35 @@ STATISTICAL_LEAST = 0.01
 STATISTICAL_RESOLUTION = 0.25
 """Where not even a difference this large would be detected, nothing is proved."""
 STATISTICAL_GRADIENT_FACTOR = 1.5
+
+
+class LevelDifference(NamedTuple):
+    """Of the losses in the later half of runs, relative, with half of its 95 % interval."""
+
+    mean: float
+    half_width: float
+    pairs: int
+
+    @property
+    def resolution(self) -> float:
+        """The smallest difference that is told from none."""
+        return max(self.half_width, STATISTICAL_LEAST)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1%} (±{self.half_width:.1%})"
+
+
+def paired_difference(plains: Sequence[Numerics], others: Sequence[Numerics]) -> LevelDifference | None:
+    """How much the losses of `others` are above those of the plain runs from the same seeds; None without losses."""
+    levels = [[_late_level(run) for run in runs] for runs in (plains, others)]
+    pairs = [(a, b) for a, b in zip(*levels, strict=True) if a is not None and b is not None]
+    if len(pairs) < 2:
+        return None
+    scale = sum(abs(a) for a, _ in pairs) / len(pairs) or 1.0
+    differences = [(b - a) / scale for a, b in pairs]
+    mean, freedom = sum(differences) / len(pairs), len(pairs) - 1
+    variance = sum((one - mean) ** 2 for one in differences) / freedom
+    return LevelDifference(mean, student_95(freedom) * math.sqrt(variance / len(pairs)), len(pairs))
 
 
 def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tuple[str | None, float | None]:

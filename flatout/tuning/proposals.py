@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatout.levers.lever import Choice, Lever, Saving
 from flatout.machine.description import Machine
@@ -79,8 +79,11 @@ class Proposals:
         return Proposal(label=name, candidates=tuple(candidates), reason=reason)
 
     def saving(self, choice: Choice) -> Saving:
-        """The lever's prediction, corrected by earlier tunes."""
+        """The lever's prediction, corrected by earlier tunes. It is against the plain step: where another value of the
+        same lever is kept, nothing says which is faster."""
         own = choice.lever.saving(self._machine, self._state.observed)
+        if any(one.lever is choice.lever and one.value != choice.value for one in self._state.kept):
+            own = replace(own, expected=min(own.expected, 0.0), why="another value of it is kept")
         return self._history.corrected(own, choice.label, self._training)
 
     def promise(self, name: str) -> float:

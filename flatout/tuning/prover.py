@@ -357,7 +357,7 @@ class Prover:
             self._progress(f"proof: the plain {self._trials.kind}, {self._steps} steps")
             first = self._record([], role="reference", then=_bit_identical_ones(choices))
             if first.ended and first.steps > 1:  # all runs stop before the script's end, which might change something
-                for old in self._folder.glob("*.pt"):
+                for old in self._folder.rglob("*.pt"):
                     old.unlink()
                 self._steps = first.steps - 1
                 first = self._record([], role="reference")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from flatout.levers.lever import Choice
+from flatout.levers.lever import Choice, Graph
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan import Plan
@@ -19,6 +19,7 @@ from flatout.script.entry import Target
 from flatout.search.lines import BudgetOption, nothing_found, seconds_argument
 from flatout.search.trial import Record, Trial
 from flatout.statistics import Comparison
+from flatout.tuning.devices.found import DevicesTuned
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
 from flatout.tuning.whole_run import WholeRun
@@ -103,6 +104,8 @@ class SearchState(Record[Choice]):
     """Of the script in a new process, until the first step is recognized."""
     restart_seconds: float = 0.0
     """To start it again: less where trials are forked from a process that has loaded torch."""
+    compiled_graphs: set[Graph] = field(default_factory=set)
+    """What trials compiled, which later processes find in the cache."""
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -137,12 +140,17 @@ class Tuned:
     proof: Proof | None
     """None where nothing was kept."""
     final: Pairing | None
-    """The last comparison, plain against planned, in new processes or on new copies; None where there was none."""
+    """The last comparison, plain against planned, in new processes or on new copies, on one device; None where there
+    was none."""
     budget_seconds: float
     seconds: float
     """How long the tune took."""
     whole: WholeRun | None = None
-    """What the plan is worth over a whole run of a script, start-up included."""
+    """What the plan is worth over a whole run of a script, start-up included; on one device."""
+    devices: DevicesTuned | None = None
+    """How it compares with several devices; None: that was not asked for."""
+    ranks: int | None = None
+    """In how many ranks the script trains by itself; None: it is started by python alone."""
     warnings: tuple[str, ...] = ()
 
     @property

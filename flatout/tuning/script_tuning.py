@@ -21,10 +21,15 @@ from flatout.script.trial.process import TrialSetup, terminal_size
 from flatout.script.trial.session import load_levers
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
+from flatout.tuning.devices.choosing import DEVICES_SHARE, DevicesAsked, choose_devices
+from flatout.tuning.devices.found import with_devices
 from flatout.tuning.fitting import peak_afresh
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.proposals import SearchLimits
+from flatout.tuning.ranks.script import ScriptRanks
 from flatout.tuning.results import Tuned
+from flatout.tuning.trials import Trials
+from flatout.units import counted
 
 Progress = Callable[[str], None]
 
@@ -47,6 +52,12 @@ class TuneRequest:
     """Otherwise each trial has only a loopback interface of its own."""
     stdin_file: Path | None = None
     log_folder: Path | None = None
+    devices: DevicesAsked | None = None
+    """Compare training on several devices too; None: on one alone."""
+    ranks: int | None = None
+    """In how many ranks the script trains by itself, started as by torchrun; None: it is started by python alone."""
+    starts_ranks: bool = False
+    """Does the script, started by python, start these ranks itself?"""
     hang_floor_seconds: float = 30.0
 
 
@@ -76,27 +87,42 @@ def tune_script(
             fork_server=fork_server,
             deadline=deadline,
         )
+        levers = load_levers(request.levers)
+        trials: Trials = setup
+        if request.ranks is not None:
+            trials = ranks = ScriptRanks(setup=setup, count=request.ranks, own=request.starts_ranks)
+            levers = ranks.levers_of(levers)
+        wanted = request.devices if request.devices is not None and request.devices.most > 1 else None
+        reserved = 0.0 if wanted is None else DEVICES_SHARE * deadline.budget_seconds
         limits = SearchLimits(
-            deadline=deadline,
+            deadline=deadline.reserving(reserved),
             exactness=request.exactness,
             total_steps=request.total_steps,
             only=request.only,
             fit_bytes=request.fit_bytes,
         )
-        found = search_and_prove(setup, machine, load_levers(request.levers), limits, progress)
+        found = search_and_prove(trials, machine, levers, limits, progress)
         whole = found.verifier.whole_run(found.final)
         if found.state.fit is not None:
             progress("measuring the memory of a step in a new process")
-            planned_bytes = peak_afresh(setup, found.state.kept)
+            planned_bytes = peak_afresh(trials, found.state.kept)
             found.state.fit = replace(found.state.fit, planned_bytes=planned_bytes)
+        devices = None
+        if wanted is not None:
+            devices = choose_devices(found, setup, machine, wanted, deadline, progress)
         if request.log_folder is not None:
             _keep_logs(folder, request.log_folder)
+        plan = plan_of(found, machine)
+        if request.ranks is not None:
+            plan = replace(
+                plan, warnings=(*plan.warnings, f"measured in {counted(request.ranks, 'rank')} of the script")
+            )
         return Tuned(
             subject=request.target,
             machine=machine,
             state=found.state,
             plan=replace(
-                plan_of(found, machine),
+                plan if devices is None else with_devices(plan, devices),
                 script=request.target.name,
                 argv=request.target.arguments,
                 sources=sources,
@@ -104,9 +130,15 @@ def tune_script(
             proof=found.proof,
             final=found.final,
             whole=whole,
+            devices=devices,
+            ranks=request.ranks,
             budget_seconds=request.budget_seconds,
             seconds=deadline.elapsed_seconds,
-            warnings=(*found.warnings, *filter(None, [deadline.explanation])),
+            warnings=(
+                *found.warnings,
+                *(() if devices is None else devices.warnings),
+                *filter(None, [deadline.explanation]),
+            ),
         )
 
 

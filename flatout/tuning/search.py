@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.catalogue import in_order
 from flatout.levers.first_compilation import seconds_to_compile_again, usual_compile_seconds
-from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
+from flatout.levers.lever import Choice, Lever, Saving, graph_of, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.script.trial.answers import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
@@ -51,6 +51,9 @@ MUCH_SAVED = 0.05
 """Share of a step: what is expected to save this is tried while there is time for it."""
 SHARE_SECONDS = 3.0
 """Least time for the windows of one comparison."""
+LONGEST_SHARES = 3.0
+"""Times its share: the time for a comparison in which the candidate looks faster. A gain that is dropped for lack of
+pairs has cost its trial, and levers that recompile are not tried again once a model is compiled."""
 MOST_RESTARTS = 60
 ATTEMPTS = 6
 """Starts of a short script within one comparison."""
@@ -191,7 +194,7 @@ class TrainingSearch(Search[Choice]):
             seen, described = self._watch_plain(steps)
         except TrialEnded as end:
             if not end.leaves_enough_steps:
-                raise explain_end(end, self.trials.name) from None
+                raise explain_end(end, self.trials.name, levers=True) from None
             seen, described = self._watch_short(end)
         except TrialHangs as silence:
             name, startup = self.trials.name, self.state.startup_seconds
@@ -235,7 +238,7 @@ class TrainingSearch(Search[Choice]):
                 return self._watch_plain(max(2, end.steps - 10))
             return self._watch_few(end)
         except TrialEnded as again:
-            raise explain_end(again, self.trials.name) from None
+            raise explain_end(again, self.trials.name, levers=True) from None
 
     def _watch_few(self, end: TrialEnded) -> tuple[Observed, Observed]:
         """Watch all steps after the first: time those before the last, and count what the last computes."""
@@ -373,6 +376,7 @@ class TrainingSearch(Search[Choice]):
     def measure(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> Measured:
         try:
             pairing = self._compare(wanted, tried[-1])
+            self.state.compiled_graphs.add(graph_of(wanted))
             found = self._judge(pairing)
             gain = self._memory_gain(wanted, tried[-1])
             if found.outcome == "kept" and self.state.fit is not None:
@@ -434,7 +438,7 @@ class TrainingSearch(Search[Choice]):
                 candidate = Arm(other or main, self._live(wanted))
                 return compare_arms(baseline, candidate, self._pace(choice), choice, collected)
             except TrialEnded as end:
-                if end.status != 0 or attempt == ATTEMPTS - 1:
+                if not end.by_itself or attempt == ATTEMPTS - 1:
                     raise
                 self._note_length(end, self.first_seconds)
                 self.close()
@@ -460,7 +464,9 @@ class TrainingSearch(Search[Choice]):
         return compare_whole_runs(*sides, few, pace, choice, lambda: self._remaining() > 2 * pair_seconds)
 
     def _pace(self, choice: Choice) -> Pace:
-        pace = Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=self._share(COMPARISON_SECONDS))
+        share = self._share(COMPARISON_SECONDS)
+        pace = Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=share)
+        pace = replace(pace, longest_seconds=min(LONGEST_SHARES * share, self._remaining() / 2))
         return pace if self._length is None else pace_within(pace, self._length)
 
     def _share(self, most_seconds: float) -> float:
@@ -493,7 +499,7 @@ class TrainingSearch(Search[Choice]):
         self.close()
         if not isinstance(error, TrialEnded):
             return Measured(outcome="failed", reason=str(error))
-        if error.status == 0:
+        if error.by_itself:
             steps = f"{error.steps} step{'s' * (error.steps != 1)}"
             return Measured(
                 outcome="dropped",

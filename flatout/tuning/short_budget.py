@@ -28,7 +28,8 @@ def no_step(name: str, waited_seconds: float, startup_seconds: float | None, dea
     return ScriptError(
         what,
         limit=f"the budget is {format_seconds(deadline.budget_seconds)}",
-        remedy=f"{MORE_TIME}, if the script starts slowly or its steps are long",
+        remedy=f"{MORE_TIME}, if the script starts slowly or its steps are long; if it trains in processes that it "
+        "starts, as by mp.spawn: --own-ranks 2 (own_ranks=2)",
     )
 
 
@@ -72,9 +73,9 @@ def _left(deadline: Deadline) -> str:
 
 
 def budget_option(seconds: float) -> str:
-    """For the command line: '--budget 40' (seconds) or '--budget 3m', rounded up."""
+    """For the command line: '--budget 40s' or '--budget 3m', rounded up."""
     rounded = _round_up(seconds)
-    return f"--budget {rounded}" if rounded <= 60 else f"--budget {rounded // 60}m"
+    return f"--budget {rounded}s" if rounded <= 60 else f"--budget {rounded // 60}m"
 
 
 def _budget(seconds: float) -> str:

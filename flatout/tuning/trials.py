@@ -20,7 +20,13 @@ WAITING_SHARE, WAITING_SHARE_OF_BUDGET = 0.5, 0.02
 """Shares of a start and of the budget: a start that waited longer says little about how long later ones take."""
 
 
-class RunningTrial(Protocol):
+class Timed(Protocol):
+    """Something whose steps are timed: a trial, or a group of ranks."""
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window: ...
+
+
+class RunningTrial(Timed, Protocol):
     """One trial, at a step boundary. Its steps raise TrialError where it fails, TrialEnded where there are no more."""
 
     expected_step_seconds: float | None
@@ -59,8 +65,6 @@ class RunningTrial(Protocol):
     def start(self, timeout_seconds: float = ...) -> None: ...
 
     def describe(self) -> Observed: ...
-
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window: ...
 
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed: ...
 

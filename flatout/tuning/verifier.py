@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flatout.errors import TrialError
 from flatout.levers.catalogue import in_order
 from flatout.levers.first_compilation import seconds_to_compile_again
-from flatout.levers.lever import Choice
+from flatout.levers.lever import Choice, graph_of
 from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
 from flatout.timing import LoadWatch
@@ -25,6 +25,7 @@ from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.trials import Trials
 from flatout.tuning.whole_run import WholeRun, own_start_seconds, whole_run
 from flatout.tuning.windows import Pace, Pairing
+from flatout.units import format_seconds
 
 COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
 """Of the verifier's time, for the last comparison; up to twice that where needed, or what a short proof leaves: without
@@ -106,8 +107,7 @@ class Verifier:
                 (last_comparison.WANTED_PROCESS_PAIRS, 0),
             )
         )
-        claims = {choice.exactness for choice in state.kept}
-        beside_proof = deadline.seconds_left - PROOF_MARGIN * prover.least_seconds(pattern, trials, claims)
+        beside_proof = self._claim_what_there_is_time_for(pattern, least)
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, max(2 * share, beside_proof)))
         self.warnings: list[str] = []
         before = deadline.reserving(self._comparison_seconds)
@@ -118,6 +118,30 @@ class Verifier:
         self._prover.keeps_processes = short and bool(_pairs_of_proof(trials, state.few_steps))
         self._proved = 0
         """Size of the set that was proved and then partly dropped."""
+
+    def _claim_what_there_is_time_for(self, pattern: Pattern, comparison_seconds: float) -> float:
+        """Seconds left beside the proof of what is claimed after this.
+
+        The proof judges stricter claims without the 'reduced' levers. Where those change what is compiled, this takes
+        a compilation that no trial has made. Where there is no time for it before the last comparison, the compiled
+        model claims 'reduced' too, and is proved with the others.
+        """
+
+        def beside_proof() -> float:
+            claims = {choice.exactness for choice in self.state.kept}
+            return self._deadline.seconds_left - PROOF_MARGIN * prover.least_seconds(pattern, self.trials, claims)
+
+        reduced = [choice for choice in self.state.kept if choice.exactness == "reduced"]
+        stricter = graph_of([choice for choice in self.state.kept if choice not in reduced])
+        if stricter is None or stricter in self.state.compiled_graphs:
+            return beside_proof()
+        compiled = next(choice for choice in self.state.kept if choice.lever.compiles)
+        trial = self.state.kept_trial(compiled.field)
+        seconds = (trial and trial.startup_seconds) or 0.0
+        if beside_proof() - seconds < comparison_seconds:
+            names = ", ".join(choice.label for choice in reduced)
+            self._claim_reduced(compiled, f"proved with {names}: compiling it without takes {format_seconds(seconds)}")
+        return beside_proof()
 
     def run(self) -> tuple[Proof | None, Pairing | None]:
         with self._prover:
@@ -201,16 +225,19 @@ class Verifier:
         others = any(one.exactness == "reduced" for one in self.state.kept)  # then these runs happen anyway
         if not others and not self._prover.has_time_for(RUNS_TO_PROVE_REDUCED):
             return False
+        self._claim_reduced(choice, f"beyond rounding: {failed.reason}")
+        return True
+
+    def _claim_reduced(self, choice: Choice, reason: str) -> None:
         weaker = replace(choice, relaxed=True)
         for choices in (self.state.kept, self.state.for_memory):
             choices[:] = [weaker if one == choice else one for one in choices]
         self.state.trials = [
-            replace(trial, exactness="reduced", reason=f"beyond rounding: {failed.reason}; {trial.reason}")
+            replace(trial, exactness="reduced", reason=f"{reason}; {trial.reason}")
             if trial.outcome == "kept" and choice.field in trial.choices
             else trial
             for trial in self.state.trials
         ]
-        return True
 
     def _drop(self, dropped: Choice, reason: str) -> None:
         self.state.kept = [choice for choice in self.state.kept if choice != dropped]

@@ -20,13 +20,15 @@ from flatout.levers.lever import Choice
 from flatout.script.trial.answers import Window
 from flatout.sequential import LOOKS, compare_so_far, is_decided, pair_of_turns
 from flatout.statistics import Comparison, compare_paired, median
-from flatout.tuning.trials import RunningTrial
+from flatout.tuning.trials import Timed
 
 LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
 """32 MiB in a thousand steps."""
 LEAK_WINDOWS = 4
 LEAST_GAIN = 0.01
 """Smaller gains are not kept."""
+LOOKS_FASTER = 1.03
+"""Speedup from which a comparison that is not decided yet is worth more time."""
 PAIR_SECONDS, WINDOW_SECONDS = 0.15, 0.03
 """Of each arm in a pair, and in one of its windows."""
 MOST_TURNS, MOST_WINDOW_STEPS, LEAST_WINDOW_STEPS = 6, 60, 4
@@ -59,6 +61,8 @@ class Pace:
     most_pairs: int = LOOKS[-1]
     seconds: float = 60.0
     """A comparison stops after this time, once it has `least_pairs`."""
+    longest_seconds: float = 0.0
+    """The same while the candidate looks faster; less than `seconds`: makes no difference."""
     least_gain: float = LEAST_GAIN
     counts_warm_up: bool = False
     """Does warm-up count towards `seconds`? Not in a search: a lever that compiles would have no time left."""
@@ -119,7 +123,7 @@ class Pace:
 class Arm:
     """A process and the live choices that are on in its windows."""
 
-    process: RunningTrial
+    process: Timed
     choices: Sequence[Choice] = ()
     suspended: bool = False
     """Only count steps, as `flatout run` does most of the time?"""
@@ -231,8 +235,12 @@ def compare_pairs(pairs: Sequence[tuple[float, float]], pace: Pace) -> Compariso
 
 def is_enough(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -> bool:
     """Is the verdict clear, or the time or the number of pairs used up? seconds: taken so far."""
-    if len(pairs) >= pace.most_pairs or (seconds > pace.seconds and len(pairs) >= pace.least_pairs):
+    if len(pairs) >= pace.most_pairs:
         return True
+    if seconds > pace.seconds and len(pairs) >= pace.least_pairs:
+        looks_faster = median([ours / theirs for ours, theirs in pairs]) >= LOOKS_FASTER
+        if seconds > pace.longest_seconds or not looks_faster:
+            return True
     return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
 
 

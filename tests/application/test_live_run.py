@@ -12,12 +12,15 @@ import psutil
 import pytest
 
 from flatout.application import live_run
-from flatout.application.live_run import LiveRun, RunPanel, start_page
+from flatout.application.live_run import LiveRun, RunPanel, ranks_panel, start_page
 from flatout.errors import MachineError
+from flatout.machine.processes import pid_namespace, process_started
 from flatout.machine.sensors import Reading
 from flatout.script.entry import Target
+from flatout.script.process_record import ProcessRecord
+from flatout.script.replicas.settings import RUN_FOLDER
 from flatout.script.runner import Runner
-from flatout.serve.run_folder import StateFile, read_run
+from flatout.serve.run_folder import StateFile, read_ranks, read_run
 from tests.live_states import gpu_reading, reading, run_state
 
 
@@ -84,7 +87,7 @@ def test_a_folder_that_cannot_be_had_leaves_the_panel(runs: Path) -> None:
     runs.write_text("a file")
     run = live(Runner())
     assert (run.folder, bool(run.fault)) == (None, True)
-    assert RunPanel(run, None, Source()).lines(80, 3) == [" flatout · waiting for the first step"]
+    assert RunPanel(run.seen, None, Source()).lines(80, 3) == [" flatout · waiting for the first step"]
     run.end(0)
 
 
@@ -117,7 +120,7 @@ def test_the_panel_reads_the_sensors_now_and_then() -> None:
             asked.append(1)
             return super().read(processes=processes)
 
-    panel = RunPanel(run, None, Counting())
+    panel = RunPanel(run.seen, None, Counting())
     run.latest = run_state(device="cuda:0")
     for _ in range(10):
         first, second = panel.lines(200, 3)
@@ -126,6 +129,41 @@ def test_the_panel_reads_the_sensors_now_and_then() -> None:
     assert "GPU 0 · 98% busy" in second
     assert len(panel.lines(80, 1)) == 1
     panel.close()
+
+
+def rank_record(rank: int) -> ProcessRecord:
+    return ProcessRecord(
+        pid=os.getpid(),
+        process_started=process_started(os.getpid()),
+        pid_namespace=pid_namespace(),
+        rank=rank,
+        ranks=2,
+        started_at=0.0,
+        steps=7,
+        step_seconds=0.01,
+        device="cpu",
+        peak_resident_bytes=1 << 20,
+    )
+
+
+def test_the_process_that_started_the_ranks_has_their_panel(tmp_path: Path, runs: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    panel = ranks_panel(ranks, None)
+    assert panel.lines(80, 6) == [""]  # the first rank has not begun
+    file = StateFile(runs)
+    file.write(run_state(ranks_folder=str(ranks)))
+    for rank in range(2):
+        text = json.dumps(rank_record(rank).to_json())
+        (ranks / f"process-rank-{rank}.json").write_text(text)
+    (ranks / RUN_FOLDER).write_text(str(file.folder))
+    lines = panel.lines(80, 6)
+    assert lines[0].startswith(" flatout · 2 ranks · step 7")
+    assert [line[:8] for line in lines[1:]] == [" rank 0 ", " rank 1 "]
+    panel.close()
+    assert file.folder is not None
+    found = read_ranks(read_run(file.folder))
+    assert [one.condition for one in found.ranks] == ["running", "running"]
 
 
 def test_the_page_has_a_process_of_its_own(tmp_path: Path) -> None:

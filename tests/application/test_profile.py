@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import flatout
 from flatout.errors import UsageError
 from flatout.profiling import callables
 from flatout.profiling.profile import Profile
+from flatout.profiling.window import NO_OPERATORS
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,22 @@ def test_a_training_step(tmp_path: Path) -> None:
     assert "verdict" in found.summary(by="line", sort="calls")
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))).operators == found.operators
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+
+
+@pytest.mark.slow
+def test_torchs_profiler_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: what it is told counts where it is used for the first time."""
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    code = "import flatout, torch; print(flatout.profile(lambda: torch.ones(9) + 1, steps=1).steps)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_a_callable_without_operators_has_ended_no_script() -> None:
+    found = flatout.profile(lambda: None, steps=1)
+    assert found.reasons["parts"] == NO_OPERATORS
+    assert found.step_seconds is not None
+    assert "script" not in found.summary()
 
 
 def test_an_error_passes_and_leaves_nothing_on() -> None:

@@ -73,6 +73,14 @@ def test_the_exit_codes_of_the_gate(runs: Runs, capsys: pytest.CaptureFixture[st
     assert gate(base, f"{same}/0.json") == 4  # one run of a side
 
 
+def test_runs_of_different_scripts_do_not_pass(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    base, other = runs.side("base", 1.0), runs.side("other", 0.5, script={"name": "eval.py"})
+    assert gate(base, other) == 4
+    assert "different scripts, train.py and eval.py" in capsys.readouterr().out.splitlines()[0]
+    assert main(["compare", base, other]) == 0
+    assert "the script differs: train.py and eval.py" in capsys.readouterr().out
+
+
 def test_different_machines_have_an_exit_code_of_their_own(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     base, elsewhere = runs.side("base", 1.0), runs.side("elsewhere", 1.0, machine=OTHER)
     assert gate(base, elsewhere) == main(["compare", base, elsewhere]) == 5

@@ -56,12 +56,13 @@ def test_check_without_a_gpu_to_be_seen(tmp_path: Path) -> None:
 def test_the_next_command_names_it(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from flatout.cli.tune import _saved, _seeing
+    from flatout.cli.tune import _run_in, _saved, _seeing
 
     result: Any = SimpleNamespace(fits=True)
-    assert _saved(result, tmp_path, [*_seeing("cuda:1"), "train.py", "7"]).endswith(
-        "next: flatout run --device cuda:1 train.py 7"
-    )
+    command = [*_seeing("cuda:1"), "train.py", "7"]
+    for ranks, said in ((None, "flatout run"), (2, "torchrun --nproc-per-node 2 -m flatout run")):
+        found = _saved(result, tmp_path, [*_run_in(ranks), *command])
+        assert found.endswith(f"next: {said} --device cuda:1 train.py 7")
 
 
 def test_a_script_sees_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

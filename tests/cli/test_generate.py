@@ -47,7 +47,7 @@ def test_one_prompt_is_shown_and_nothing_else(capsys: Any) -> None:
     assert main(["generate", MODEL, "--prompt", "1,2,3", "--max-new-tokens", "5"]) == 0
     told = capsys.readouterr()
     assert len(told.out.split()) == 5
-    assert "5 tokens for 1 prompts" in told.err
+    assert "5 tokens for 1 prompt · " in told.err
 
 
 def test_texts_of_several_prompts_and_as_lines(capsys: Any, tmp_path: Path) -> None:

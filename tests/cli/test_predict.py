@@ -71,6 +71,37 @@ def test_texts_and_bad_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "0 inputs in" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_only_with_the_same_weights_code_and_inputs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["predict", "net.py:bert", "in.jsonl", "--out", "out.jsonl", "--keep", "pooled"]
+    (folder / "in.jsonl").write_text("[1, 2]\n[3, 4]\n")
+    assert main(words) == 0
+    assert main(words) == 0
+    assert "0 inputs in" in capsys.readouterr().out
+    first = (folder / "out.jsonl").read_text()
+    (folder / "in.jsonl").write_text("[1, 2]\n[3, 5]\n")  # as long as before
+    assert main(words) == 2
+    assert "out.jsonl holds results with inputs digest '" in capsys.readouterr().err
+    (folder / "in.jsonl").write_text("[1, 2]\n[3, 4]\n")
+    (folder / "net.py").write_text(NET.replace("manual_seed(0)", "manual_seed(1)"))
+    assert main(words) == 2
+    assert "out.jsonl holds results with code digest '" in capsys.readouterr().err
+    (folder / "net.py").write_text(NET)
+    torch.save(bert().state_dict(), folder / "weights.pt")
+    loading = NET.replace("layers=2))", "layers=2))\n") + (
+        "make = bert\ndef bert():\n    model = make()\n"
+        "    model.load_state_dict(torch.load('weights.pt'))\n    return model\n"
+    )
+    (folder / "net.py").write_text(loading)
+    assert main([*words, "--restart"]) == 0
+    changed = {name: 2 * one if one.is_floating_point() else one for name, one in bert().state_dict().items()}
+    torch.save(changed, folder / "weights.pt")
+    assert main(words) == 2
+    assert "out.jsonl holds results with weights digest '" in capsys.readouterr().err
+    assert (folder / "out.jsonl").read_text() == first
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

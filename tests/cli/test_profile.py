@@ -244,3 +244,20 @@ def test_many_operators_in_a_step_keep_the_files_small(tmp_path: Path) -> None:
     seen = Profile.from_json(document(result)["profile"])
     assert 1 <= seen.steps < 10
     assert any("of the 2000 steps asked for were profiled" in note for note in seen.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--loss", "sum"), "--loss without --devices"),
+        (("--allow-local-batchnorm",), "--allow-local-batchnorm without --devices"),
+        (("--devices", "1"), "--devices 1; one device is a plain profile"),
+        (("--devices", "x"), "--devices is 'x'"),
+        (("--devices", "2", "--isolation", "guard"), "--isolation guard with --devices"),
+    ],
+)
+def test_options_of_several_devices_that_contradict_others(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    found = profile(tmp_path, *options, "train.py")
+    assert found.returncode == 2
+    assert said in found.stderr

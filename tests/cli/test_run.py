@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import textwrap
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -325,6 +326,32 @@ def test_where_the_report_goes(run: Run, tmp_path: Path) -> None:
     assert document(tmp_path, "r.json")["steps"] == 0
     run("print(1)", "--no-report")
     assert not (tmp_path / "flatout-run.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_what_was_seen_until_then(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "while True:\n"
+        "    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    code = (
+        "import sys, flatout.cli.run as run; run.WRITTEN_EVERY_SECONDS = 0.1; sys.argv[1:] = ['run', 'train.py']; "
+        "from flatout.cli.main import main; main(sys.argv[1:])"
+    )
+    place = tmp_path / "flatout-run.json"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        try:
+            until = time.monotonic() + 200.0
+            while not place.exists() and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+        finally:
+            process.kill()
+    document = json.loads(place.read_text())
+    assert document["script"]["status"] is None
+    assert document["steps"] > 0
 
 
 def test_a_report_that_cannot_be_written_after_all_harms_nothing(run: Run, tmp_path: Path) -> None:

@@ -293,6 +293,28 @@ def test_indices_that_the_script_changes_are_seen() -> None:
     assert next(iter(source))[0].tolist() == [7, 9, 8, 6]
 
 
+class Table:
+    """Like a DataFrame: a key is a column."""
+
+    def __getitem__(self, key: object) -> object:
+        raise KeyError(key)
+
+    def __len__(self) -> int:
+        return 3
+
+    def to_numpy(self) -> object:
+        return torch.zeros(3, 2).numpy()
+
+
+Table.__module__ = "pandas.core.frame"
+
+
+@pytest.mark.parametrize(("data", "said"), [(Table(), "data"), ((Table(), torch.zeros(3)), r"data\[0\]")])
+def test_a_table_is_named_with_the_conversion(data: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=rf"{said} is a Table; .*convert it: torch.tensor\({said}.to_numpy\(\)\)"):
+        batches(data, 2)
+
+
 def test_columns_are_arrays_and_never_lists() -> None:
     with pytest.raises(UsageError, match=r"a tuple of 2 lists; a tuple holds columns.*list\(zip\(inputs, targets\)\)"):
         batches(([[1.0], [2.0], [3.0]], [0, 1, 0]), 2)

@@ -99,6 +99,16 @@ FAULTY = {
         module("self.out = nn.Linear(8, 2)\nself.final = nn.Softmax(dim=-1)", "x = self.out(x)\nreturn self.final(x)"),
         "self.final = nn.Softmax(dim=-1)",
     ),
+    "a softmax function at the end": (
+        "softmax-at-end",
+        module("self.out = nn.Linear(8, 2)", "return torch.softmax(self.out(x), 1)"),
+        "return torch.softmax(self.out(x), 1)",
+    ),
+    "a softmax function before the end": (
+        "softmax-at-end",
+        module("self.out = nn.Linear(8, 2)", "x = F.softmax(self.out(x), dim=1)\nreturn x"),
+        "x = F.softmax(self.out(x), dim=1)",
+    ),
     "GELU by hand": ("layer-written-by-hand", GELU, "class Gelu(nn.Module):"),
     "convolutions": (
         "channels-last-unmeasured",
@@ -161,6 +171,13 @@ HEALTHY = {
     "softmax for predictions alone": module(
         "self.out, self.soft = nn.Linear(8, 2), nn.Softmax(-1)",
         "x = self.out(x)\nif not self.training:\n    return self.soft(x)\nreturn x",
+    ),
+    "a softmax function for predictions alone": module(
+        "self.out = nn.Linear(8, 2)",
+        "x = self.out(x)\nif not self.training:\n    return F.softmax(x, 1)\nreturn x",
+    ),
+    "a log_softmax function at the end, for nll_loss": module(
+        "self.out = nn.Linear(8, 2)", "return F.log_softmax(self.out(x), 1)"
     ),
     "1x1 convolutions": module(CONVOLUTIONS.format(1), "return self.body(x)"),
     "fused attention": module(

@@ -29,6 +29,7 @@ from flatout.script.behaviour_seen import (
     ForwardSeen,
     GradientsSeen,
     GraphBreakSeen,
+    IdleSchedulerSeen,
     LayerGradients,
     LineTime,
     MadeSeen,
@@ -39,6 +40,7 @@ from flatout.script.behaviour_seen import (
     WorkersSeen,
 )
 from flatout.script.growth import Growth
+from flatout.script.process_record import ProcessRecord, own_seconds
 from flatout.script.source_facts import SourceFacts
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
@@ -199,6 +201,14 @@ ACCUMULATING = source("for i, x in enumerate(loader):\n    loss.backward()\n    
 DIVIDING = source("for i, x in enumerate(loader):\n    (loss / 4).backward()\n    if i % 4 == 3:\n        opt.step()\n")
 FOUR = (BackwardSeen(line=LINE, calls=200, per_step=4.0, reduction="mean"),)
 LATE = source("for x in loader:\n    loss.backward()\n    scheduler.step()\n    opt.step()\n")
+EARLY = source(
+    "s = StepLR(opt, 2)\nfor e in r:\n    s.step()\n    for x in loader:\n        loss.backward()\n        opt.step()\n"
+)
+NEVER_TEXT = "s = torch.optim.lr_scheduler.StepLR(opt, 2)\nfor x in loader:\n    opt.step()\nprint(s.get_last_lr())\n"
+NEVER = source(NEVER_TEXT)
+FUNCTIONAL = {"other": 0.05, "forward": 0.0, "backward": 0.04}
+TARGETS = replace(EVALUATION, calls=50, longest_run=1)
+IDLE = IdleSchedulerSeen(kind="StepLR", steps=40)
 KEEPING = source("kept = []\nfor x in loader:\n    loss.backward()\n    opt.step()\n    kept.append(out)\n")
 BOUNDED = source(
     "kept = []\nfor x in loader:\n    loss.backward()\n    opt.step()\n    kept.append(out)\n    kept = kept[-9:]\n"
@@ -222,6 +232,10 @@ ATTENTION = (
     ModuleRow(path="Net.attn", kind="Attention", depth=1, calls=1, forward_seconds=0.02, backward_seconds=0.03),
 )
 SCORES = (operator(name="aten::_softmax", operator_class="softmax", module="Net.attn", seconds=0.02),)
+TORCHS_ATTENTION = operator(
+    name="aten::scaled_dot_product_attention", operator_class="attention", module="Net.attn", seconds=0.0001
+)
+POINTWISE = operator(name="aten::mul", operator_class="pointwise", module="Net.attn", seconds=0.02)
 NORMS = (ModuleRow(path="Net.norm", kind="Norm", depth=1, calls=1, forward_seconds=0.01, backward_seconds=0.01),)
 SIMPLE_NORM = replace(NORMS[0], forward_seconds=0.001, backward_seconds=0.001)
 CHANNELS = ChannelsLastSeen(
@@ -237,6 +251,33 @@ SYNC_IDLE = IdleCause(cause="sync", seconds=0.02, evidence="")
 H100 = Gpu(index=0, name="H100", memory_total_bytes=80 << 30)
 RISING = tuple(1.0 + 0.1 * step for step in range(150))
 BREAK = GraphBreakSeen(reason="call to print", line=LINE, count=1)
+
+
+def ranks(*parts: dict[str, float], **changes: Any) -> Facts:
+    """That train together: the parts of a step of each, with what it waits for the others as 'communication'."""
+    common: dict[str, Any] = {"steps": 99, "ranks": len(parts), "own_error_seconds": 0.001, "device": "cpu"}
+    common |= {"busy_share": 0.5, **changes}
+    found = tuple(
+        ProcessRecord(
+            pid=number,
+            rank=number,
+            started_at=float(number),
+            step_seconds=sum(one.values()),
+            parts=one,
+            exposed_seconds=one["communication"],
+            own_typical_seconds=own_seconds(one),
+            peak_resident_bytes=1 << 20,
+            **common,
+        )
+        for number, one in enumerate(parts)
+    )
+    return facts(run=RunFacts(steps=99, ranks=found))
+
+
+EVEN = {"data": 0.002, "forward": 0.03, "backward": 0.05, "communication": 0.005}
+WAITING = EVEN | {"communication": 0.025}
+LATE_DATA = EVEN | {"data": 0.022}
+EXCHANGING = EVEN | {"communication": 0.02}
 
 # name -> (facts that fire, facts that do not)
 CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
@@ -324,10 +365,27 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=40, between=40),))),
             facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=("train.py", 3, ""), calls=9),)), source=LATE),
             facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=2, warned=True),))),
+            facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=("train.py", 3, ""), calls=1),)), source=EARLY),
         ],
         [
             facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=40, between=1),))),
             facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=2, warned=True),), scaler=True)),
+        ],
+    ),
+    "scheduler-never-steps": (
+        [facts(behaviour=behaviour(idle_schedulers=(IDLE,)), source=NEVER)],
+        [
+            facts(behaviour=behaviour(idle_schedulers=(IDLE,)), source=source(f"{NEVER_TEXT}fit(opt, s)\n")),
+            facts(behaviour=behaviour(idle_schedulers=(IDLE,)), source=source(f"{NEVER_TEXT}s.step()\n")),
+            facts(behaviour=behaviour(idle_schedulers=(replace(IDLE, steps=2),)), source=NEVER),
+            facts(behaviour=behaviour(), source=NEVER),
+        ],
+    ),
+    "softmax-before-cross-entropy": (
+        [facts(behaviour=behaviour(backwards=(replace(FOUR[0], graphs=8, softmax_twice=8),)))],
+        [
+            facts(behaviour=behaviour(backwards=(replace(FOUR[0], graphs=8, softmax_twice=4),))),
+            facts(behaviour=behaviour(backwards=(replace(FOUR[0], graphs=2, softmax_twice=2),))),
         ],
     ),
     "loss-not-falling": (
@@ -336,6 +394,9 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(losses=(0.7,) * 20)),
             facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9))),
             facts(behaviour=behaviour(losses=RISING)),
+            facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, EVALUATION))),
+            facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, replace(TARGETS, weights=False)))),
+            facts(behaviour=behaviour(losses=(0.7,) * 20, forwards=(TRAINING, TARGETS))),
             facts(behaviour=behaviour(losses=(0.7, 0.6), gradients=(DEAD,))),
             facts(behaviour=behaviour(broadcast_losses=(BROADCAST,))),
         ],
@@ -345,6 +406,8 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(losses=(0.7, 0.6), gradients=(replace(DEAD, norms=(0.0,) * 5),))),
             facts(behaviour=behaviour(losses=tuple(1.0 + 0.1 * (step % 7) for step in range(200)))),
             facts(behaviour=behaviour(losses=RISING[:40])),
+            facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, TARGETS))),
+            facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, replace(TARGETS, grad=True, unused=50)))),
             facts(behaviour=behaviour(losses=())),
             facts(behaviour=behaviour(losses=(0.0,) * 20)),
         ],
@@ -461,6 +524,8 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
                 profile=profile(operators=(operator(seconds=0.019, line="train.py:12"),)),
             ),
             facts(behaviour=behaviour(times=(time_of("model", 0.6), time_of("backward", 0.3)))),
+            facts(profile=None, behaviour=None, observed=observed(breakdown_seconds=FUNCTIONAL)),
+            facts(profile=None, behaviour=None, observed=observed(breakdown_seconds=FUNCTIONAL | {"backward": 0.0})),
         ],
     ),
     "hidden-sync": (
@@ -481,6 +546,20 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(calls=(CallSeen(method="to", line=LINE, calls=50, seconds=0.5, repeated=1),))),
             facts(behaviour=behaviour(calls=(CallSeen(method="to", line=LINE, calls=50, seconds=0.01, repeated=49),))),
         ],
+    ),
+    "straggler": (
+        [ranks(WAITING, LATE_DATA), ranks(WAITING, WAITING, WAITING, LATE_DATA)],
+        [
+            ranks(EVEN, EVEN),
+            ranks(WAITING, LATE_DATA, own_error_seconds=0.02),  # not beyond what steps vary by
+            ranks(EVEN, LATE_DATA),  # the others do not wait for it
+            ranks(WAITING, LATE_DATA, ranks=None),  # they train apart
+            ranks(EVEN | {"communication": 0.009}, EVEN | {"data": 0.006}),  # a twentieth of a step
+        ],
+    ),
+    "exposed-communication": (
+        [ranks(EXCHANGING, EXCHANGING)],
+        [ranks(EVEN, EVEN), ranks(WAITING, LATE_DATA)],  # waiting for a straggler is no communication
     ),
     "thread-oversubscription": ([facts(observed=observed(threads=4 * CORES))], []),
     "recompilations": (
@@ -532,6 +611,8 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(profile=profile(modules=ATTENTION, operators=SCORES)),
             facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=(replace(SCORES[0], seconds=0.001),))),
+            facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=(*SCORES, TORCHS_ATTENTION))),
+            facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=(POINTWISE,))),
         ],
     ),
     "hand-written-layer": (
@@ -708,8 +789,35 @@ def test_a_cost_from_five_per_cent_is_a_warning() -> None:
     assert (small.severity, large.severity) == ("note", "warning")
 
 
+@pytest.mark.parametrize(
+    ("loaders", "words"),
+    [
+        ((), "where cores are free"),
+        ((replace(TINY[0], fetch="batched"),), "fetch whole batches"),
+        ((TINY[0],), "set num_workers=2 on the loader, or do less"),
+        ((replace(TINY[0], workers=2),), "the 2 workers cannot keep up"),
+    ],
+)
+def test_what_helps_a_starved_loader_depends_on_it(loaders: tuple[LoaderSeen, ...], words: str) -> None:
+    found = check_of("starved-loader")(loading(observed=observed(loaders=loaders)))
+    assert found is not None
+    assert words in found.remedy
+    assert ("whole batches" in found.remedy) == (words == "fetch whole batches")
+
+
 def test_a_trend_is_beyond_noise() -> None:
     assert trend(range(20)) > 3.3
     assert abs(trend([1.0, 2.0] * 60)) < 2
     assert trend([5.0] * 9) == 0.0
     assert trend([float(-n) for n in range(1000)]) < -3.3
+
+
+def test_operators_that_took_longer_than_a_plain_step_are_compared_with_it_in_proportion() -> None:
+    busier = profile(operators=(operator(seconds=0.15), operator(seconds=0.05)), modules=ATTENTION)
+    found = busier.at_plain_speed()
+    assert [one.seconds for one in found.operators] == pytest.approx([0.75 * STEP, 0.25 * STEP])
+    assert found.modules[0].seconds == pytest.approx(0.5 * ATTENTION[0].seconds)
+    assert (found.step_seconds, found.parts) == (busier.step_seconds, busier.parts)
+    assert profile().at_plain_speed() == profile()
+    assert SLOW_STEPS.profile is not None
+    assert SLOW_STEPS.profile.at_plain_speed() == SLOW_STEPS.profile

@@ -27,6 +27,7 @@ here = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not TRITON or INTERPRETED or STAND_IN, reason="needs Triton, and runs the others in its interpreter"
 )

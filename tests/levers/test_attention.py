@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,6 +256,14 @@ def test_only_the_innermost_modules_are_meant() -> None:
     assert attention_by_hand(model) == list(model.blocks)
     assert attention_by_hand(nn.TransformerEncoderLayer(8, 2)) == []
     assert attention_by_hand(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))) == []
+
+
+@pytest.mark.parametrize(("implementation", "found"), [("sdpa", 0), ("eager", 2)])
+def test_a_model_of_transformers_says_which_attention_it_uses(implementation: str, found: int) -> None:
+    model = Model()
+    for block in model.blocks:
+        block.config = SimpleNamespace(_attn_implementation=implementation)
+    assert sum(one in model.blocks for one in attention_by_hand(model)) == found
 
 
 def test_the_lever_on_a_model_with_changing_shapes_and_modes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.levers.call_site import FoundSite, after_backward, before_step
+from flatout.levers.call_site import FoundSite, _named, after_backward, before_step
 
 HEAD = """
 import contextlib, torch
@@ -90,6 +91,12 @@ def test_several_optimizers_a_schedule_and_what_is_freed_next(
     for _, site in sites:
         assert site.optimizers == (space["optimizer"], space["other"])
         assert site.zeroed == (space["net"], space["other"])
+
+
+def test_a_librarys_file_is_named_with_the_library() -> None:
+    assert _named("/a/train.py") == "train.py"
+    assert _named("/env/lib/python3.11/site-packages/click/core.py") == "click's core.py"
+    assert _named(contextlib.__file__) == "Python's contextlib.py"
 
 
 NOT_FOLLOWED = {

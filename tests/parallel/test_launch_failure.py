@@ -96,6 +96,21 @@ def test_the_slowest_rank_hangs(rows: list[RankBeat], slowest: tuple[int, ...]) 
     assert attempt.slowest() == slowest
 
 
+def test_ranks_that_never_made_a_step_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = Attempt(0, 2)
+    attempt.note(0, Beats(attempt=0, ranks=(row(0, 0, age=9), row(1, 0, age=9))))
+    assert attempt.unjudged_seconds(8.0) is None  # they may still be starting
+    monkeypatch.setattr(attempt, "_began", attempt._began - 100)
+    assert attempt.unjudged_seconds(0) is None
+    assert attempt.unjudged_seconds(600.0) is None
+    assert attempt.unjudged_seconds(8.0) == pytest.approx(100, abs=50)
+    assert attempt.unjudged_seconds(8.0) is None
+    trained = Attempt(0, 2)
+    monkeypatch.setattr(trained, "_began", trained._began - 100)
+    trained.note(0, Beats(attempt=0, ranks=(row(0, 5),)))
+    assert trained.unjudged_seconds(8.0) is None
+
+
 def test_a_rank_that_has_ended_does_not_hang() -> None:
     attempt = Attempt(0, 1)
     attempt.note(0, Ended(attempt=0, end=end(0, 0)))

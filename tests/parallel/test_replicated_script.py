@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from flatout import environment
 from flatout.errors import UsageError
-from flatout.report.devices_text import sharing_lines
+from flatout.report.devices_text import proof_text, sharing_lines
 from flatout.script.child_command import child_command
 from flatout.script.replicas import agreement, starting
 from flatout.script.replicas.agreement import Row, bits
@@ -27,6 +28,8 @@ from flatout.script.replicas.refusal import refusal_of
 from flatout.script.replicas.settings import Facts, Recording, Settings
 from flatout.script.replicas.shares import NotABatch, Share, digest_with, share_of
 from flatout.script.replicas.streams import RandomStreams, common_states, digest
+from flatout.tuning.devices_proof import DevicesProof
+from flatout.tuning.levels import LevelDifference
 from tests.processes import Python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs namespaces of Linux")
@@ -111,18 +114,23 @@ def test_ranks_that_decide_by_their_own_loss_end_with_the_reason(run: Run) -> No
     [
         ((), (), 0, "equal to rounding: 10 steps on 2 devices train as on one"),
         (("Tanh()", "Dropout(0.5)"), (), 0, "equal to rounding without dropout"),
-        (
-            ("Tanh()", "BatchNorm1d(8)", "size=7", "size=8"),
-            ("--allow-local-batchnorm",),
-            4,
-            "not comparable: batch norms",
-        ),
+        (("Tanh()", "Dropout(0.5)"), (), 0, "over 5 seeds, with dropout; up to "),
+        (("Tanh()", "BatchNorm1d(8)", "size=7", "size=8"), ("--allow-local-batchnorm",), 0, "alike: 8 steps on 2"),
         (("model(a), b", "model(a), b, reduction='sum'"), ("--loss", "sum"), 0, "equal to rounding"),
         (("model(a), b", "model(a), b, reduction='sum'"), ("--loss", "mean"), 1, "different: on 2 devices"),
         (("model(a), b", "model(a), b, ignore_index=2"), ("--loss", "terms"), 0, "equal to rounding"),
         (("shuffle=True", "shuffle=True, num_workers=2, persistent_workers=True"), (), 0, "the same samples in every"),
     ],
-    ids=["plain", "dropout", "batch norm", "sum", "sum taken for a mean", "ignored targets", "workers"],
+    ids=[
+        "plain",
+        "dropout",
+        "dropout over seeds",
+        "batch norm",
+        "sum",
+        "sum taken for a mean",
+        "ignored targets",
+        "workers",
+    ],
 )
 def test_the_proof(run: Run, change: tuple[str, ...], options: tuple[str, ...], status: int, said: str) -> None:
     source = BEGIN + LOOP
@@ -257,13 +265,13 @@ def test_even_shares() -> None:
 
 
 def test_losses_that_are_no_mean_over_samples_are_seen() -> None:
-    scores = torch.randn(6, 4, requires_grad=True)
+    scores = torch.nn.Linear(5, 4)(torch.randn(6, 5))
     targets = torch.tensor([0, 1, 2, -100, 1, 0])
     whole = torch.tensor([0, 1, 2, 3, 1, 0])
 
-    def said(loss: torch.Tensor) -> str | None:
-        found = complaint(loss)
-        return None if found is None else found[1]
+    def said(loss: torch.Tensor, samples: int | None = None) -> str | None:
+        found = complaint(loss, samples)
+        return None if found is None else found.instead
 
     assert said(functional.cross_entropy(scores, whole)) is None
     assert said(functional.cross_entropy(scores, whole) / 2 + scores.square().mean()) is None
@@ -272,9 +280,44 @@ def test_losses_that_are_no_mean_over_samples_are_seen() -> None:
     assert said(functional.cross_entropy(scores, whole, reduction="sum")) == "sum"
     both = functional.binary_cross_entropy(scores.sigmoid(), torch.rand(6, 4), reduction="sum")
     assert said(scores.square().mean() + both) == "sum"
-    assert said(-scores.sum() / 6) == "sum"
+    assert said(-scores.sum()) == "sum"
+    assert said(-scores.sum() / 6) == "sum where that number is the same on all devices"
+    assert said(scores.sum() / 6, samples=6) is None  # the mean of a share, as of reduction='batchmean'
+    assert said(scores.sum() / 12, samples=6) == "sum where that number is the same on all devices"
+    mask = torch.tensor([True, False, True, True, False, True])
+    assert said(functional.cross_entropy(scores[mask], whole[mask])) == "terms"
+    assert said(functional.cross_entropy(scores[mask.nonzero().squeeze(1)], whole[mask]), samples=6) == "terms"
+    assert said(functional.cross_entropy(scores.repeat(3, 1), whole.repeat(3)), samples=6) is None
+    assert said(functional.mse_loss(scores[mask], torch.zeros(4, 4))) == ""
+    assert said((2 * scores.masked_select(mask[:, None]) + 1).square().mean()) == ""
+    assert said(scores.log_softmax(1)[torch.arange(6), whole].mean().neg()) is None
     assert terms_of(functional.cross_entropy(scores, targets) / 4) == 5.0
     assert terms_of(scores.square().mean()) is None
+
+
+def test_losses_that_are_no_linear_function_of_means_are_seen() -> None:
+    layer, log_scale = torch.nn.Linear(4, 3), torch.nn.Parameter(torch.zeros(()))
+    x, y = torch.randn(6, 4), torch.randn(6, 3)
+
+    def found(loss: torch.Tensor) -> str:
+        seen = complaint(loss, 6)
+        return "" if seen is None else seen.what
+
+    mse = functional.mse_loss(layer(x), y)
+    assert "is Sqrt of what was averaged" in found(mse.sqrt())
+    assert "is Pow of what was averaged" in found(2 * mse**2 + 1)
+    assert "is LinalgVectorNorm of all samples" in found((layer(x) - y).norm())
+    assert "is Std of all samples" in found(-layer(x).std())
+    assert "a product or a ratio of two figures" in found(1 - layer(x).sum() / layer(x).square().sum())
+    assert "a product or a ratio of two figures" in found(mse * layer(x).square().mean())
+    assert "is Reciprocal of what was averaged" in found(1 / mse)
+    assert "a product or a ratio of two figures" in found(torch.tensor(2.0) / mse)
+    # penalties on weights, and learned weights of losses, are the same on all ranks
+    assert found(mse + 1e-3 * sum(one.norm() for one in layer.parameters())) == ""
+    assert found(mse + 1e-3 * sum((one**2).sum() for one in layer.parameters())) == ""
+    assert found(mse + (layer.weight @ layer.weight.T - torch.eye(3)).norm()) == ""
+    assert found(torch.exp(-log_scale) * mse + log_scale) == ""
+    assert found(mse / (2 * log_scale.exp()) + log_scale.exp().log()) == ""
 
 
 # random numbers
@@ -369,6 +412,29 @@ def test_what_a_user_has_to_know_is_said() -> None:
     said = "\n".join(sharing_lines(larger, Settings(batch="per-device", loss="sum")))
     for part in ("2 times the script's", "learning rate", "2 batch norms", "gradients were added", "apart once"):
         assert part in said
+
+
+def test_a_statistical_verdict_says_what_counts_as_alike() -> None:
+    proof = DevicesProof(
+        verdict="alike",
+        reason="",
+        devices=2,
+        steps=40,
+        samples_equal=True,
+        losses=(1.0, 0.5),
+        losses_on_all=(1.0, 0.5),
+        largest_loss_difference=0.1,
+        rounding_loss_difference=1e-7,
+        largest_gradient_difference=0.1,
+        rounding_gradient_difference=1e-7,
+        over_seeds=LevelDifference(mean=0.004, half_width=0.015, pairs=5),
+    )
+    text = proof_text(proof)
+    assert text.startswith("alike: 40 steps on 2 devices reach the losses of one device, over 5 seeds\n")
+    assert "+0.4% (±1.5%) off those on one device, over 5 seeds; up to 1.5% counts as alike" in text
+    assert json.loads(json.dumps(proof.to_json()))["over_seeds"] == {"mean": 0.004, "half_width": 0.015, "pairs": 5}
+    without = proof_text(replace(proof, verdict="equal to rounding", without_dropout=True))
+    assert "over 5 seeds, with dropout; up to" in without
 
 
 def test_a_launchers_variables_are_hidden_from_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout import Plan
+from flatout.errors import PlanError
 from tests.train.conftest import RunRanks
 
 TRAIN = """
@@ -103,6 +105,64 @@ def _shares() -> list[int]:
     sizes = [(6, 5), (6, 1), *[(6, 6), (6, 1)] * 2, (3, 6), (3, 1)]
     first = sum((rows + 1) // 2 * columns for rows, columns in sizes)
     return [first, PARAMETERS - first]
+
+
+OPTIONS = """
+import flatout
+from flatout.parallel.whole_tensors import whole
+def trained(unused=False, **choices):
+    torch.manual_seed(0)
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        def forward(self, x):
+            return x + torch.tanh(self.inner(self.norm(x)))
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.last = nn.Sequential(Block(), Block()), nn.Linear(16, 5)
+            self.unused = nn.Linear(3, 3) if unused else None
+        def forward(self, x):
+            return self.last(self.blocks(x))
+    model = Net()
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4, 8, 16, generator=generator), torch.randint(0, 5, (4, 8), generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = flatout.TrainStep(model, optimizer, flatout.supervised(nn.CrossEntropyLoss()), flatout.Plan(**choices))
+    mine = slice(4 * rank, 4 * rank + 4)
+    dtypes = {step((x[i, mine], y[i, mine])).dtype for i in range(4)}
+    dtypes |= {one.dtype for one in model.parameters()} | {one.grad.dtype for one in model.last.parameters()}
+    assert dtypes == {torch.float32}
+    weights = [whole(one.detach()).clone() for one in model.last.parameters()]
+    step.close()
+    return weights
+def difference(ones, others):
+    return max(float((one - other).abs().max()) for one, other in zip(ones, others))
+plain, fsdp = trained(parallel="ddp"), trained(parallel="fsdp")
+assert difference(plain, trained(parallel="ddp", ddp_bucket_mib=1)) == 0
+assert difference(plain, trained(parallel="ddp", ddp_static_graph=True, out_of_memory="raise")) == 0
+assert difference(plain, trained(True, parallel="ddp", ddp_static_graph=True, out_of_memory="raise")) == 0
+assert difference(fsdp, trained(parallel="fsdp", fsdp_keep_gathered=True)) == 0
+assert difference(plain, trained(parallel="fsdp", fsdp_keep_gathered=True, micro_batches=2)) < 1e-6
+assert 0 < difference(fsdp, trained(parallel="fsdp", fsdp_dtype="bf16")) < 0.02
+leave()
+"""
+
+
+def test_options_of_ddp_and_fsdp(run_ranks: RunRanks) -> None:
+    assert run_ranks(OPTIONS, 2) == [(0, "", "")] * 2
+
+
+def test_a_static_graph_takes_a_batch_in_one_pass() -> None:
+    with pytest.raises(
+        PlanError, match=r"ddp_static_graph is true while out_of_memory is unset.*out_of_memory = 'raise'"
+    ):
+        Plan(parallel="ddp", ddp_static_graph=True)
+    with pytest.raises(PlanError, match="ddp_static_graph is true while micro_batches is 2"):
+        Plan(parallel="ddp", ddp_static_graph=True, out_of_memory="raise", micro_batches=2)
+    with pytest.raises(PlanError, match="fsdp_dtype is 'bf16' while parallel is 'ddp'"):
+        Plan(parallel="ddp", fsdp_dtype="bf16")
 
 
 UNUSED = """

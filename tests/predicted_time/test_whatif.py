@@ -18,12 +18,13 @@ import flatout
 from flatout import Plan, TrainStep
 from flatout.errors import UsageError
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig
-from flatout.predicted_time import replayed
+from flatout.predicted_time import predicting, replayed
 from flatout.predicted_time.fake_steps import fake_step, followed
 from flatout.predicted_time.predicting import USUAL_DEVICES
 from flatout.profiling.following import OperatorFollower
 from flatout.profiling.step_operators import as_one, marked
 from flatout.sizing.training import Training
+from flatout.timing import Load
 
 
 def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -111,6 +112,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators and steps are timed for as short as it goes: the test does not ask how well."""
     monkeypatch.setattr(replayed, "OPERATOR_SECONDS", 0.0)
     monkeypatch.setattr(replayed, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(replayed, "FAR_APART", math.inf)
 
 
 @pytest.mark.usefixtures("quick")
@@ -124,6 +126,53 @@ def test_this_machine_under_other_settings() -> None:
     assert found.peak_bytes
     assert torch.get_num_threads() == threads
     assert all(torch.equal(one, other) for one, other in zip(step.model.parameters(), before, strict=True))
+
+
+class Watched:
+    """A LoadWatch on a machine that others keep this busy."""
+
+    others = 0.0
+
+    def read(self) -> Load:
+        return Load(own_cores=2.0 - self.others, others_cores=self.others, logical_cores=2)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_present_step_is_predicted_as_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicting, "LoadWatch", Watched)
+    monkeypatch.setattr(predicting, "MATERIAL_DOUBT", math.inf)
+    found = flatout.whatif(*mlp_step(), devices=["cpu"])
+    cpu = found["cpu"]
+    assert cpu.step_seconds == pytest.approx(cpu.present_seconds)
+    assert cpu.step_seconds == pytest.approx(1.2 * cpu.low_seconds)  # type: ignore[operator]
+    assert not cpu.notes
+    assert "now       the present step took" in found.summary()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_busy_machine_is_said_and_widens_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicting, "LoadWatch", Watched)
+    monkeypatch.setattr(Watched, "others", 1.0)
+    found = flatout.whatif(*mlp_step(), devices=["cpu"], batch_size=16)
+    cpu = found["cpu"]
+    assert cpu.step_seconds >= 1.49 * cpu.low_seconds  # type: ignore[operator]
+    assert cpu.high_seconds >= 1.99 * cpu.step_seconds  # type: ignore[operator]
+    assert "others kept 1.0 of 2 cores busy" in found.summary()
+
+
+def test_times_that_should_be_equal_and_differ_are_said() -> None:
+    uncertainty, notes = predicting._doubts(0.6, None)
+    assert uncertainty == pytest.approx(0.8)
+    assert "differed by 60%" in notes[0]
+    assert predicting._doubts(0.1, None) == (predicting.UNCERTAINTY_HERE, ())
+
+
+def test_operators_that_take_far_longer_than_their_step_predict_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "OPERATOR_SECONDS", 0.0)
+    monkeypatch.setattr(replayed, "_measured", lambda training: 1e-9)
+    found = flatout.whatif(*mlp_step(), devices=["cpu"])["cpu"]
+    assert found.step_seconds is None
+    assert "one by one" in found.reason
 
 
 def test_recurrent_layers_are_not_timed_one_by_one() -> None:
@@ -145,8 +194,8 @@ def test_recurrent_layers_are_not_timed_one_by_one() -> None:
     [
         ({"devices": ["h1000"]}, "nearest by name"),
         ({"devices": "h100"}, "a list of names"),
-        ({"devices": []}, "a list of names"),
-        ({"devices": [3]}, "a list of names"),
+        ({"devices": []}, "devices is empty"),
+        ({"devices": [3]}, "devices has 3 in it"),
         ({"threads": 2}, "for the device 'cpu'"),
         ({"devices": ["cpu"], "threads": 0}, "at least 1"),
         ({"batch_size": 0}, "at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,14 @@ def test_competitors_or_no_interval_leave_it_undecided() -> None:
     few = judge(compared(0.5, float("inf"), reason="2 runs are too few"), 0.03)
     assert (few.verdict, few.reason, few.low, few.high) == ("undecided", "2 runs are too few", None, None)
     assert (few.exit_code("fail"), few.exit_code("pass")) == (4, 0)
+
+
+def test_runs_of_different_scripts_are_undecided_whatever_their_times() -> None:
+    for low, high in ((-0.5, -0.4), (0.5, 0.6), (0.0, 0.01)):
+        found = judge(replace(compared(low, high), scripts=("a.py", "b.py")), 0.03)
+        assert found.verdict == "undecided"
+        assert found.reason == "the runs are of different scripts, a.py and b.py: compare runs of one script"
+    assert judge(replace(compared(-0.5, -0.4), scripts=("a.py",)), 0.03).verdict == "not slower"
 
 
 HOSTILE = "a%,b:c\r\n::error::owned\x00<x y='\"'>&]]>"

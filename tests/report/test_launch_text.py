@@ -12,6 +12,7 @@ from flatout.parallel.launching.events import (
     MachineBack,
     MachineLost,
     MachinesReady,
+    NoneJudged,
     OnlyHere,
     RankFailed,
     RanksHang,
@@ -38,6 +39,11 @@ from flatout.report.launch_text import event_text
         (
             MachineLost(machine="machine 1 (b)", reason="no route"),
             "machine 1 (b) is lost: no route; the others are ended",
+        ),
+        (
+            NoneJudged(waited_seconds=60.0),
+            "no rank has completed a step of a TrainStep in 1 min: until one has, ranks are watched for failures, and "
+            "not for hanging",
         ),
         (MachineBack(machine="b"), "b has joined; all ranks start again"),
         (

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.machine.description import Machine
 from flatout.profiling.profile import (
+    CollectiveRow,
+    Communication,
     IdleCause,
     KernelRow,
     LineRow,
@@ -24,7 +27,9 @@ from flatout.profiling.profile import (
 )
 from flatout.report.profile_text import profile_document, profile_text, script_text, verdict
 from flatout.script.entry import Target
+from flatout.script.process_record import ProcessRecord
 from flatout.script.profile_trial import ProfileWatched
+from flatout.script.rank_profiles import RankProfile
 
 MACHINE = Machine.from_json(json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text()))
 HOSTILE = "<b>\x1b[31mred\x07"
@@ -134,6 +139,13 @@ def test_one_screen() -> None:
     assert "flatout tune train.py --lr 0.1" in text
 
 
+def test_rows_are_cut_on_a_screen_alone() -> None:
+    long = replace(script(PROFILE), watched=replace(script(PROFILE).watched, target=Target.from_command(["x" * 200])))
+    assert script_text(long).splitlines()[0].endswith("…")
+    assert "…" not in script_text(long, width=None).splitlines()[0]
+    assert script_text(long, width=None).splitlines()[0].startswith(f"script     {'x' * 200} · ")
+
+
 def test_operators_by_shape_and_by_line() -> None:
     assert "addmm [8, 16] [16, 4] float32" in profile_text(PROFILE, by="shape")
     by_line = profile_text(PROFILE, by="line")
@@ -207,6 +219,49 @@ def test_files_that_were_written_have_a_size(tmp_path: Path) -> None:
     assert "logs (4 KiB)" in text
     assert "absent (unknown size)" in text
     assert "flatout profile --trace" not in text
+
+
+def test_ranks_are_below_the_profile_of_the_first() -> None:
+    exchanged = Communication(
+        total_seconds=5e-3,
+        exposed_seconds=2e-3,
+        overlapped_seconds=3e-3,
+        collectives=(CollectiveRow(name="gloo:all_reduce", calls=2, seconds=6e-3),),
+    )
+    ranks = tuple(
+        RankProfile(
+            name=f"rank {number}",
+            record=ProcessRecord(
+                pid=number,
+                rank=number,
+                ranks=3,
+                started_at=float(number),
+                steps=15,
+                step_seconds=10e-3,
+                device="cpu",
+                peak_resident_bytes=1 << 20,
+                ended=True,
+                exposed_unknown_because="unknown, because it compiles",
+            ),
+            profile=None if number else replace(PROFILE, communication=exchanged),
+            fault="" if number < 1 else "ValueError: planted",
+        )
+        for number in range(2)
+    )
+    found = script(PROFILE)
+    found = replace(found, watched=replace(found.watched, ranks=ranks, rank_notes=("2 of 3 ranks were profiled",)))
+    text = " ".join(script_text(found).split())
+    assert "rank 0 exchanges for 5 ms of a profiled step: 2 ms exposed, 3 ms overlapped (2 x gloo:all_reduce)" in text
+    assert "rank 1 could not be profiled: ValueError: planted" in text
+    assert "waits for other ranks: unknown, because it compiles" in text
+    assert "note 2 of 3 ranks were profiled" in text
+    assert "next flatout run train.py" in text  # not tune, which refuses
+    document: Any = profile_document(found)
+    assert [one["name"] for one in document["processes"]] == ["rank 0", "rank 1"]
+    assert document["rank_profiles"][0]["profile"]["communication"]["overlapped_seconds"] == 3e-3
+    assert "processes" not in profile_document(script(PROFILE))
+    again = Profile.from_json(json.loads(json.dumps(document["rank_profiles"][0]["profile"])))
+    assert again.communication == exchanged
 
 
 def test_without_a_step() -> None:

@@ -12,7 +12,7 @@ from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.report.compare import compare_documents, comparison_text
 from flatout.report.run_text import run_document, run_text
-from flatout.script.process_record import ProcessRecord
+from flatout.script.process_record import ProcessRecord, own_seconds
 from flatout.script.run_record import RunRecord
 from flatout.timing import Load
 
@@ -103,10 +103,47 @@ def test_processes_that_the_script_started_have_a_row_each() -> None:
     assert "training in 2 processes that it started" in text
     assert "no training step found" not in text
     lines = text[text.index("ranks") :].splitlines()
-    assert lines[0].split() == ["ranks", "steps", "step", "data", "forward", "backward", "optimizer", "memory"]
-    assert " ".join(lines[1].split()) == "rank 0 1,200 5.5 ms 1 ms 1 ms 2 ms 500 µs 3 MiB"
+    heads = ["ranks", "steps", "step", "data", "forward", "backward", "optimizer", "waits", "memory"]
+    assert lines[0].split() == heads
+    assert " ".join(lines[1].split()) == "rank 0 1,200 5.5 ms 1 ms 1 ms 2 ms 500 µs - 3 MiB"
     assert lines[2].endswith("3 MiB  (not completed: it was killed, or still runs)")
     assert lines[3].strip() == "slowest: rank 1, 3.5 ms of a step outside backward; fastest: rank 0, 2.5 ms"
     found = run_document(seen)
     assert [one["rank"] for one in found["processes"]] == [0, 1]  # type: ignore[attr-defined]
     assert "processes" not in run_document(summary(ALONE))
+
+
+def test_what_ranks_wait_for_is_said_with_the_rank_and_the_part() -> None:
+    waits = (
+        {"data": 0.001, "forward": 0.002, "communication": 0.006},
+        {"data": 0.005, "forward": 0.002, "communication": 1e-3},
+    )
+    two = tuple(
+        rank(
+            number,
+            parts=parts,
+            ranks=2,
+            exposed_seconds=parts["communication"],
+            own_error_seconds=1e-5,
+            busy_share=0.5,
+            own_typical_seconds=own_seconds(parts),
+        )
+        for number, parts in enumerate(waits)
+    )
+    seen = replace(summary(ALONE), record=RunRecord(), processes=two)
+    text = " ".join(run_text(seen, None).split())
+    assert "communication that nothing overlaps: 1 ms of a step (18%) the others" in text
+    assert "the others wait for rank 1: 4 ms of a step (73%) 4 ms more than the others in: waiting for data" in text
+    assert "slowest:" not in text  # the same once more
+    balance: Any = run_document(seen)["rank_balance"]
+    assert (balance["straggler"], balance["part"], balance["certain"]) == ("rank 1", "data", True)
+    turns_of = [tuple((step, 0.001 if step % 2 == late else 0.009) for step in range(9)) for late in range(2)]
+    turns = tuple(replace(one, step_waits=found) for one, found in zip(two, turns_of, strict=True))
+    turns = tuple(replace(one, exposed_seconds=0.005) for one in turns)
+    text = run_text(replace(seen, processes=turns), None)
+    assert "1 ms of a step (18%); 4 ms more, as now one rank is late, now another (73%)" in text
+    unknown = tuple(replace(one, exposed_seconds=None, exposed_unknown_because="unknown, because") for one in two)
+    seen = replace(seen, processes=unknown)
+    assert "waits for other ranks: unknown, because" in run_text(seen, None)
+    assert run_document(seen)["rank_balance"] is None
+    assert run_document(seen)["rank_balance_unknown_because"] == "unknown, because"

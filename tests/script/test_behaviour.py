@@ -22,6 +22,7 @@ from flatout.script import behaviour
 from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
 from flatout.script.source_facts import SourceFacts, read_source
+from flatout.script.update_watch import EXAMINED_STEPS
 
 STEPS = 14
 HERE = Path(__file__)
@@ -190,6 +191,20 @@ def test_gradients_that_are_cleared_by_hand(clear: str) -> None:
     assert names(watched(step, model)) == []
 
 
+def test_sparse_gradients_are_no_gradients_of_0() -> None:
+    bag, head = nn.EmbeddingBag(50, 8, mode="mean", sparse=True), nn.Linear(8, 1)
+    optimizers = [torch.optim.SparseAdam(list(bag.parameters())), torch.optim.Adam(head.parameters())]
+
+    def step(number: int) -> None:
+        for one in optimizers:
+            one.zero_grad()
+        head(bag(torch.randint(0, 50, (16, 5)))).square().mean().backward()
+        for one in optimizers:
+            one.step()
+
+    assert names(watched(step, bag, head)) == []
+
+
 def test_two_optimizers_of_a_gan() -> None:
     maker, judge = net(nn.Linear(1, 6)), net()
     optimizers = [torch.optim.Adam(one.parameters(), 1e-3) for one in (maker, judge)]
@@ -309,6 +324,57 @@ def test_a_clip_of_scaled_gradients(unscaled: bool) -> None:
     assert names(found) == ([] if unscaled else ["clip-before-unscale"])
     assert found.scaler
     assert max(found.losses) < 4.0  # not multiplied by the scale
+
+
+def test_weights_that_move_after_a_warm_up_from_zero() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > EXAMINED_STEPS + 3))
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+    assert watched(step, model, steps=EXAMINED_STEPS).weights_move is False
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > EXAMINED_STEPS + 3))
+    assert watched(step, model, steps=EXAMINED_STEPS + 8).weights_move is True
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_scheduler_that_never_steps(steps: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+        if steps:
+            scheduler.step()
+
+    found = watched(step, model)
+    assert [(one.kind, one.steps) for one in found.idle_schedulers] == ([] if steps else [("StepLR", STEPS)])
+    text = "scheduler = StepLR(optimizer, 5)\n" + "scheduler.step()\n" * steps
+    known = Facts(behaviour=found, source=SourceFacts.of({"train.py": text}))
+    assert ("scheduler-never-steps" in [one.name for one in check_facts(known)]) is not steps
+
+
+@pytest.mark.parametrize(("last", "found"), [("softmax", True), ("log_softmax", False), ("relu", False)])
+def test_a_softmax_before_the_cross_entropy(last: str, found: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    function = {"softmax": nn.Softmax(1), "log_softmax": nn.LogSoftmax(1), "relu": nn.ReLU()}[last]
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        scores = function(model(data())).unsqueeze(-1).squeeze(-1)
+        nn.functional.cross_entropy(scores, torch.randint(3, (16,))).backward()
+        optimizer.step()
+
+    assert ("softmax-before-cross-entropy" in names(watched(step, model))) is found
 
 
 @pytest.mark.parametrize(("first", "found"), [(True, ["scheduler-order"]), (False, [])])

@@ -31,7 +31,7 @@ WORKER = """
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(steps):
-            time.sleep(0.004 * rank)
+            time.sleep(0.012 * rank)
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
@@ -75,7 +75,10 @@ def test_each_process_that_trains_has_a_row(method: str, tmp_path: Path, python:
     assert [(one["rank"], one["steps"], one["ended"]) for one in seen["processes"]] == [(0, 40, True), (1, 40, True)]
     assert seen["process_spread"]["outside_backward"]["slowest"] == "rank 1"  # though both wait for it in backward
     assert seen["process_spread"]["step"]["share"] < 0.5
-    assert (seen["steps"], seen["findings"]) == (0, [])  # not: no training step was found
+    balance = seen["rank_balance"]
+    assert (balance["straggler"], balance["part"]) == ("rank 1", "other")  # it sleeps outside of everything
+    names = {one["name"] for one in seen["findings"]}
+    assert (seen["steps"], "no-step" in names, "straggler" in names) == (0, False, True)
 
 
 def test_a_process_that_is_killed_leaves_its_last_record(tmp_path: Path, python: Python) -> None:
@@ -87,7 +90,8 @@ def test_a_process_that_is_killed_leaves_its_last_record(tmp_path: Path, python:
 def test_that_the_plan_is_not_applied_there_is_said(tmp_path: Path, python: Python) -> None:
     (tmp_path / "flatout.toml").write_text(Plan(optimizer="fused").to_toml())
     done, seen = trained(tmp_path, python, "fork", "", options=["--trust-plan"])
-    said = "the plan was not applied in the 2 processes that the script started to train in"
+    said = "the plan was not applied in 2 processes that the script started to train in"
+    said += ": it does not say which loop was tuned"
     assert (done.returncode, said in seen["plan_notes"]) == (0, True)
     assert f"flatout: {said}" in done.stderr.splitlines()
 
@@ -102,6 +106,40 @@ def test_ranks_under_a_launcher_that_the_script_starts_are_followed(tmp_path: Pa
     done, seen = trained(tmp_path, python, start=launch)
     assert done.returncode == 0
     assert [(one["rank"], one["steps"]) for one in seen["processes"]] == [(0, 40), (1, 40)]
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_itself_are_followed(tmp_path: Path, python: Python) -> None:
+    """It gives them an environment of their own."""
+    (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "worker.py"]
+    done = python("-m", "flatout", "run", *words, cwd=tmp_path)
+    seen = json.loads((tmp_path / "flatout-run.json").read_text())
+    assert done.returncode == 0
+    assert [(one["rank"], one["ranks"], one["steps"]) for one in seen["processes"]] == [(0, 2, 40), (1, 2, 40)]
+
+
+@pytest.mark.slow
+def test_ranks_on_several_devices_have_a_row_each(tmp_path: Path, python: Python) -> None:
+    trains = """
+        import torch
+        from torch.utils.data import DataLoader
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x in DataLoader(torch.randn(160, 4), batch_size=4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(trains))
+    done = python("-m", "flatout", "run", "--devices", "2", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((tmp_path / "flatout-run.json").read_text())
+    found = [(one["name"], one["steps"], one["ranks"], one["ended"]) for one in seen["processes"]]
+    assert found == [("rank 0", 40, 2, True), ("rank 1", 40, 2, True)]
+    assert all(one["exposed_seconds"] > 0 for one in seen["processes"])
+    assert seen["rank_balance"] is not None
 
 
 def test_workers_of_a_loader_are_not_followed(tmp_path: Path, python: Python) -> None:

@@ -53,3 +53,15 @@ def test_unseeded_generators_repeat_and_seeded_ones_stay_as_they_are(tmp_path: P
     assert any(place.startswith("numpy.random.default_rng at train.py:") for place in unseeded)
     assert any(place.startswith("torch.manual_seed at train.py:") for place in unseeded)
     assert not any("tempfile" in place for place in unseeded)
+
+
+def test_a_repetition_with_moved_seeds_draws_other_numbers_everywhere(tmp_path: Path, python: Python) -> None:
+    for moved in (0, 1, 2):
+        (tmp_path / f"draws{moved}.py").write_text(DRAWS.replace("TrialSeeds()", f"TrialSeeds(moved={moved})"))
+    runs = [python(f"draws{moved}.py", cwd=tmp_path) for moved in (0, 1, 2)]
+    assert [run.returncode for run in runs] == [0, 0, 0], runs[0].stderr
+    drawn = [json.loads(run.stdout)[0] for run in runs]
+    import torch
+
+    assert drawn[1][-1] == float(torch.rand((), generator=torch.Generator().manual_seed(6)))
+    assert len({number for run in drawn for number in run}) == 3 * len(drawn[0])

@@ -251,3 +251,49 @@ def test_a_loop_trains_where_a_function_does_that_it_calls() -> None:
     facts = SourceFacts.of({"train.py": KEPT_ELSEWHERE})
     assert {one.line[1] for one in facts.calling("self.train_batch", in_training_loop=True)} == {6}
     assert facts.calling("self.optimizer.step", in_training_loop=True)
+
+
+EPOCHS = "opt = torch.optim.SGD(p, 1)\nsched = StepLR(opt, 2)\n{}for epoch in range(9):\n{}"
+BATCHES = "    for x in data:\n        opt.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "body", "found"),
+    [
+        ("", "    sched.step()\n" + BATCHES, True),
+        ("", BATCHES + "    sched.step()\n", False),
+        ("", "    sched.step(epoch)\n" + BATCHES, False),  # as schedules are used that take the epoch
+        ("", "    if epoch:\n        sched.step()\n" + BATCHES, False),
+        ("", "    opt.step()\n    sched.step()\n" + BATCHES, False),
+        ("for x in data:\n    opt.step()\n", "    sched.step()\n" + BATCHES, False),
+        ("def train():\n    for x in data:\n        opt.step()\n", "    sched.step()\n    train()\n", True),
+        ("def train():\n    for x in data:\n        opt.step()\n", "    train()\n    sched.step()\n", False),
+    ],
+)
+def test_schedulers_first_in_an_epoch(before: str, body: str, found: bool) -> None:
+    facts = SourceFacts.of({"t.py": EPOCHS.format(before, body)})
+    assert bool(facts.scheduler_first_in_epoch) is found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("lr_scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)\nprint(lr_scheduler.get_last_lr())\n", True),
+        ("StepLR(opt, 2)\n", True),
+        ("self.s = StepLR(opt, 2)\n", True),
+        ("self.s = StepLR(opt, 2)\nself.s.step()\n", False),
+        ("s = StepLR(opt, 2)\nmodel, s = accelerator.prepare(model, s)\n", False),
+        ("s = StepLR(opt, 2)\nkept = [s]\n", False),
+        ("def configure_optimizers(self):\n    s = StepLR(opt, 2)\n    return s\n", False),
+        ("s = StepLR(opt, 2, last_epoch=3)\n", False),
+        ("s = StepLR(opt, 2)\nlocals()['s'].step()\n", False),
+        ("s = make(opt)\n", False),
+    ],
+)
+def test_schedulers_that_nothing_uses(text: str, found: bool) -> None:
+    assert bool(SourceFacts.of({"t.py": text}).unused_schedulers) is found
+
+
+def test_a_scheduler_that_another_file_steps_is_used() -> None:
+    texts = {"make.py": "scheduler = StepLR(opt, 2)\n", "train.py": "make.scheduler.step()\n"}
+    assert not SourceFacts.of(texts).unused_schedulers

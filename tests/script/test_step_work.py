@@ -12,6 +12,7 @@ from flatout.levers.observed import StepWork
 from flatout.machine import process_memory
 from flatout.machine.process_memory import minor_faults, page_fault_seconds
 from flatout.script.step_work import follow_step
+from flatout.train.flops import OperationCount
 
 
 def step(scale: float = 1.0) -> StepWork:
@@ -27,6 +28,24 @@ def test_operations_are_counted() -> None:
     assert found.flops_per_step == 2 * 16 * (8 * 4 * 2 + 4 * 2 * 3)  # no gradient of the inputs
     assert found.operations_per_step > 10
     assert found.denormal_share == 0
+
+
+def test_products_that_are_large_enough_for_matrix_units_are_told_from_small_ones() -> None:
+    assert step().large_share == 0
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 16)), torch.zeros(1024, 512)
+    finish = follow_step()
+    model(x).square().mean().backward()
+    assert finish().large_share == pytest.approx(2 * 512 / (2 * 512 + 3 * 16))  # no gradient of the inputs
+
+
+def test_a_run_counts_in_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an error in a formula, as for operations of an extension, is none of that run."""
+    monkeypatch.setattr(OperationCount, "of", lambda *arguments: 1 / 0)
+    finish = follow_step(counts_flops=False)
+    torch.ones(4, 4) @ torch.ones(4, 4)
+    found = finish()
+    assert (found.flops_per_step, found.large_share) == (None, None)
+    assert found.operations_per_step > 0
 
 
 def test_denormal_numbers_are_met() -> None:

@@ -52,6 +52,17 @@ def test_steps_are_counted_in_hindsight(calls: str, steps: int) -> None:
     assert finder.steps == steps
 
 
+def test_a_leader_is_new_until_it_has_stepped_twice() -> None:
+    finder = StepFinder()
+    assert not finder.leader_is_new
+    feed(finder, "bD")
+    assert (finder.leader_is_new, finder.optimizers) == (True, 1)
+    feed(finder, "bG")
+    assert (finder.leader_is_new, finder.optimizers) == (True, 2)
+    feed(finder, "bDbG")
+    assert not finder.leader_is_new
+
+
 def test_the_last_of_several_optimizers_ends_the_step() -> None:
     finder = StepFinder()
     feed(finder, "DG")

@@ -21,6 +21,7 @@ from flatout.script import runner as runner_module
 from flatout.script.describe import breakdown, observe
 from flatout.script.runner import Runner
 from flatout.script.spans import KINDS
+from flatout.script.watch import Watch
 
 
 def net(width: int = 3) -> nn.Module:
@@ -297,6 +298,28 @@ def test_a_window_tells_where_the_time_goes(runner: Runner) -> None:
     assert (seen.modules[0].linears, seen.optimizers[0].kind, seen.step_kind) == (2, "SGD", "optimizer")
 
 
+def test_a_teacher_belongs_to_the_step_and_an_averaged_model_to_evaluation() -> None:
+    model, teacher, averaged = net(), net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = Watch()
+    watch.install(torch)
+    watch.rows = []
+    try:
+        for step in range(20):
+            with torch.no_grad():
+                wanted = teacher(batch())
+            (model(batch()) - wanted).square().mean().backward()
+            optimizer.step()
+            if step % 10 == 4:
+                with torch.no_grad():
+                    for _ in range(5):
+                        averaged(batch())
+        evaluated = [index for index, row in enumerate(watch.close_window()) if row.parts.get("evaluation")]
+    finally:
+        watch.uninstall()
+    assert evaluated == [0, 5, 15]  # in the first step it is not known yet
+
+
 def test_losses_and_random_numbers_are_the_same() -> None:
     def train() -> list[Any]:
         torch.manual_seed(1)
@@ -476,3 +499,23 @@ def test_a_short_phase_with_another_optimizer_is_counted_too(runner: Runner) -> 
     optimizer_loop(30)
     runner.ended()
     assert runner.record.steps == 90
+
+
+def test_a_loader_that_is_made_anew_for_every_epoch_feeds_training(runner: Runner) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = TensorDataset(torch.randn(12, 3))
+    seen: list[int] = []
+    runner.watch.at_boundary.append(
+        lambda: seen.append(len(observe(runner.watch, threads_at_start=None, rows=()).loaders))
+    )
+    for _ in range(3):
+        for (x,) in DataLoader(data, batch_size=4):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for (x,) in DataLoader(data, batch_size=6):
+                model(x)
+        gc.collect()
+    assert set(seen[1:]) <= {1, 2}, seen

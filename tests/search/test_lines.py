@@ -48,4 +48,4 @@ def test_what_would_be_enough_has_the_same_share_for_the_proof() -> None:
     whole = Deadline(100.0, clock=lambda: now[0])
     assert enough_for(90.0, whole.reserving(40.0)) == 150.0
     assert enough_for(90.0, whole.reserving(80.0)) == 180.0  # of a larger budget the proof needs a smaller share
-    assert budget_option(42.0) == "--budget 50"
+    assert budget_option(42.0) == "--budget 50s"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -22,9 +24,9 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-def step_of(parallel: str | None) -> flatout.TrainStep:
+def step_of(parallel: str | None, **options: Any) -> flatout.TrainStep:
     model = nn.Sequential(nn.Linear(64, 64), Block(), Block(), nn.Linear(64, 8))
-    plan = flatout.Plan() if parallel is None else flatout.Plan(**{"parallel": parallel})  # noqa: PIE804 (any text)
+    plan = flatout.Plan() if parallel is None else flatout.Plan(**{"parallel": parallel, **options})
     loss = flatout.supervised(nn.CrossEntropyLoss())
     return flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), loss, plan)
 
@@ -32,8 +34,8 @@ def step_of(parallel: str | None) -> flatout.TrainStep:
 BATCH = torch.zeros(16, 64), torch.zeros(16, dtype=torch.int64)
 
 
-def forecast_of(parallel: str, ranks: int) -> MemoryForecast:
-    return flatout.forecast(step_of(parallel), BATCH, ranks=ranks)
+def forecast_of(parallel: str, ranks: int, **options: Any) -> MemoryForecast:
+    return flatout.forecast(step_of(parallel, **options), BATCH, ranks=ranks)
 
 
 def test_what_each_strategy_leaves_to_a_rank() -> None:
@@ -53,6 +55,14 @@ def test_what_each_strategy_leaves_to_a_rank() -> None:
 
 def test_more_ranks_hold_less_each() -> None:
     assert forecast_of("fsdp", 8).peak_bytes < forecast_of("fsdp", 2).peak_bytes
+
+
+def test_options_of_fsdp_change_what_a_rank_holds() -> None:
+    plain = forecast_of("fsdp", 4).peak_bytes
+    assert forecast_of("fsdp", 4, fsdp_keep_gathered=True).peak_bytes > plain
+    assert forecast_of("fsdp", 4, fsdp_dtype="bf16").peak_bytes < plain
+    alone = flatout.forecast(step_of("fsdp", fsdp_dtype="bf16"), BATCH)  # without ranks nothing is sharded
+    assert alone.peak_bytes == flatout.forecast(step_of(None), BATCH).peak_bytes
 
 
 @pytest.mark.parametrize(

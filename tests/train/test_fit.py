@@ -163,8 +163,15 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     fit(step, source, epochs=1, checkpoints=Checkpoints(tmp_path))
     other = nn.Linear(6, 3)
     other_step = TrainStep(other, torch.optim.AdamW(other.parameters()), supervised(nn.CrossEntropyLoss()))
-    with pytest.raises(UsageError, match="the checkpoint does not fit: "):
+    with pytest.raises(UsageError, match=r"the checkpoint does not fit: .*; build step, data and objects as they were"):
         fit(other_step, source, epochs=2, checkpoints=Checkpoints(tmp_path))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(step.optimizer)
+    with pytest.raises(UsageError, match="epoch_scheduler reads 'loss', and there is no evaluation"):
+        fit(step, source, epochs=2, epoch_scheduler=plateau)
+    with pytest.raises(
+        UsageError, match=r"metric is 'train_lss'; the figures of an epoch are 'train_loss'; name one of these$"
+    ):
+        fit(step, source, epochs=9, epoch_scheduler=plateau, metric="train_lss")
     assert isinstance(fit(step, source, epochs=2), FitResult)
 
 

@@ -138,7 +138,7 @@ def test_parts_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
         fit(step, (X, Y), patience=Patience(epochs=2, best="max"), epoch_scheduler=plateau, **options)
     with pytest.raises(UsageError, match="whether the highest or the lowest is best has to be given"):
         fit(step, (X, Y), patience=2, **options)
-    with pytest.raises(UsageError, match="metric is 'loss'; the figures of an epoch are 'train_loss'"):
+    with pytest.raises(UsageError, match="patience reads 'loss', and there is no evaluation"):
         fit(step, (X, Y), epochs=2, patience=2, checkpoints=tmp_path)
     assert fit(step, (X, Y), epochs=2, metric="train_loss", patience=2, checkpoints=tmp_path).epochs == 2
     ema = AveragedModel(step.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

@@ -202,6 +202,19 @@ def test_a_step_with_nan_is_raised_by_number_with_the_weights_as_they_were() -> 
     assert_same(ours, theirs, 0.0)
 
 
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"plan": Plan(nonfinite="skip")}])
+def test_sparse_gradients_have_no_common_norm(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randint(8, (6, 2)), torch.randint(3, (6,))
+    before = copy.deepcopy(model.state_dict())
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), **options)
+    with pytest.raises(UsageError, match=r"the gradient of 0.weight is sparse; .*without sparse=True"):
+        step(batch)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()))(batch)
+
+
 def test_a_step_takes_up_where_another_left() -> None:
     ours = net()
     _, step = with_step(ours, poisoned(), Plan(precision="fp16"))

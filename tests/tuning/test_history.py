@@ -116,6 +116,14 @@ def test_too_few_pairs_for_an_interval_leave_the_levers_own() -> None:
     assert most > OWN.ratios[2]
 
 
+def test_an_interval_that_says_nothing_leaves_the_levers_own() -> None:
+    found = corrected(OWN, "fused optimizer", HERE, [earlier(1.31, low=0.002, high=1000.0)])
+    _, expected, most = found.ratios
+    assert expected == pytest.approx(1.31)
+    assert logs(found)[0] == pytest.approx(logs(OWN)[0] - REPEAT_ERROR)
+    assert most == pytest.approx(max(1.31, OWN.ratios[2]) * math.exp(REPEAT_ERROR))
+
+
 def test_other_trainings_shift_the_prediction_and_never_narrow_it() -> None:
     known = [earlier(1.2, training="b"), earlier(1.4, training="c")]
     found = corrected(OWN, "fused optimizer", HERE, known)

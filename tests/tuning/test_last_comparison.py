@@ -85,13 +85,13 @@ def test_a_gain_that_is_not_certain_yet_gets_another_pair(
 ) -> None:
     now, measured = 0.0, iter(ratios)
 
-    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+    def one_pair(sides: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
         nonlocal now
         now += 4.0
         pairs += group(next(measured))
         return pairing_of_runs(pairs, pace), pace
 
-    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     deadline = Deadline(100.0, clock=lambda: now).within(9.0)
     found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=9.0), deadline, 9.0)
@@ -105,13 +105,13 @@ def test_the_second_pair_may_exceed_the_budget_by_a_tenth(
     """One pair alone hardly ever shows a gain, and then all that was found would be dropped."""
     now, budget_seconds, left = 0.0, 100.0, 14.0
 
-    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+    def one_pair(sides: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
         nonlocal now
         now += (14.0 + share * budget_seconds) / 2
         pairs += group(1.3)
         return pairing_of_runs(pairs, pace), pace
 
-    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     deadline = Deadline(budget_seconds, clock=lambda: now).within(left)
     found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=left), deadline, left)
@@ -132,7 +132,7 @@ def test_the_proofs_processes_are_compared_where_time_is_short(
     now = 0.0
     arms: Any = ("plain", "planned")
 
-    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+    def one_pair(sides: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
         nonlocal now
         now += pair_seconds
         pairs += group(ratio)
@@ -142,7 +142,7 @@ def test_the_proofs_processes_are_compared_where_time_is_short(
         assert (plain, planned) == arms
         collected += group(ratio)
 
-    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
     monkeypatch.setattr(last_comparison, "compare_arms", compare)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)
@@ -154,7 +154,7 @@ def test_the_proofs_processes_are_compared_where_time_is_short(
 def test_processes_of_the_proof_that_have_ended_add_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
-    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+    def one_pair(sides: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
         nonlocal now
         now += 8.0
         pairs += group(1.3)
@@ -164,7 +164,7 @@ def test_processes_of_the_proof_that_have_ended_add_nothing(tmp_path: Path, monk
         collected += group(9.9, 1)
         raise TrialEnded("train.py", 0, steps=3)
 
-    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
     monkeypatch.setattr(last_comparison, "compare_arms", ended)
     setup, arms = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path), ("plain", "planned")
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)

@@ -329,6 +329,21 @@ def test_levels_that_agree_come_with_what_would_have_been_seen() -> None:
     assert 0.001 < resolution < 0.15
 
 
+def test_levels_from_the_same_seeds_are_compared_in_pairs() -> None:
+    plains = unrepeatable(1, range(5))
+    found = levels.paired_difference(plains, unrepeatable(1.02, range(5)))
+    assert found is not None
+    assert found.mean == pytest.approx(0.02, abs=1e-3)
+    assert found.half_width < 0.002  # the noise of a seed is in both runs
+    assert found.resolution == levels.STATISTICAL_LEAST
+    assert str(found).startswith("+2.0% (±0.")
+    apart = levels.paired_difference(plains, unrepeatable(1, range(5, 10)))
+    assert apart is not None
+    assert abs(apart.mean) < apart.half_width
+    assert levels.paired_difference(plains[:1], plains[:1]) is None
+    assert levels.paired_difference([Numerics(losses=((),) * 5, norms=(None,) * 5)] * 3, plains[:3]) is None
+
+
 def test_a_gradient_of_another_size_is_seen_where_the_losses_are_too_noisy() -> None:
     assert "gradient of 0.weight" in str(levels.not_alike(PLAINS, unrepeatable(1, range(5, 8), norm=0.3))[0])
 

@@ -10,6 +10,7 @@ import pytest
 
 from flatout.errors import ScriptError
 from flatout.levers.allocator import PreloadedAllocator
+from flatout.levers.autocast import Autocast
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
 from flatout.levers.denormals import FlushDenormals
@@ -50,7 +51,7 @@ def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
         asked._affordable_steps(0.02)
     assert str(refused.value) == (
         "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 79 steps, and nothing of the "
-        "budget of 10 s is left for that, apart from the proof; try --budget 40 (in Python: seconds=40)"
+        "budget of 10 s is left for that, apart from the proof; try --budget 40s (in Python: seconds=40)"
     )
 
 
@@ -78,7 +79,7 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
     asked.state.startup_seconds = asked.state.restart_seconds = 2.0
     asked._keep_back(0.001)
     with pytest.raises(
-        ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30 \(in Python: seconds=30\)$"
+        ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30s \(in Python: seconds=30\)$"
     ):
         asked._affordable_steps(0.001)
 
@@ -213,6 +214,15 @@ def test_a_value_for_which_there_is_time_comes_before_one_that_would_be_too_late
     assert [one.value for one in asked.proposal("torch.compile").candidates] == ["regional", "default"]
 
 
+def test_another_value_of_what_is_kept_is_expected_to_save_nothing(tmp_path: Path) -> None:
+    asked = search(tmp_path, Clock(), *LEVERS)
+    asked.state.observed = asked.state.first_observed = STEP
+    fused, foreach = asked.proposal("optimizer").candidates
+    assert asked.predicted([foreach]).expected > 0  # type: ignore[union-attr]
+    asked.state.kept = [fused]
+    assert asked.predicted([foreach]).expected == 0  # type: ignore[union-attr]
+
+
 def test_what_saves_much_is_tried_while_there_is_still_time_for_it(tmp_path: Path) -> None:
     clock = Clock()
     asked = search(tmp_path, clock, *LEVERS)
@@ -246,6 +256,8 @@ def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(t
     assert asked.needed_seconds([Choice(Compile(), "regional")]) > 5.0  # that is compiled too
     assert asked.needed_seconds([compiled, Choice(Threads(), 1)]) > 5.0  # under which code is compiled again
     asked.state.kept = []
+    # The proof compiles without bf16 only where there is time for that.
+    assert asked.needed_seconds([Choice(Autocast(), "bf16"), compiled]) == pytest.approx(needed)
     clock.now = 55.0 - needed + 1
     asked._try(compiled)
     assert asked.state.not_tried[-1].for_lack_of_time

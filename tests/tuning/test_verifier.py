@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flatout.levers.lever import Choice, choices_of_plan
+from flatout.levers.lever import Choice, Graph, choices_of_plan, graph_of
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialSetup
@@ -23,7 +23,7 @@ from flatout.tuning.results import SearchState
 from flatout.tuning.verifier import Verifier
 from flatout.tuning.windows import Pairing
 from tests.tuning.test_proof import NOISY, PLAIN, with_gradient
-from tests.tuning.test_prover import BITS, REDUCES, Claiming, Recorded
+from tests.tuning.test_prover import BITS, REDUCES, ROUNDED, Claiming, Recorded
 
 FASTER = Pairing(
     comparison=compare_so_far([(2.0, 1.0)] * 8, least_gain=0.01),
@@ -48,6 +48,8 @@ def verified(
     exactness: Exactness = "reduced",
     final: Pairing = FASTER,
     kept: Sequence[Choice] = (BITS, ROUNDS),
+    compiled_graphs: Collection[Graph] = (),
+    startup_seconds: float = 0.0,
 ) -> tuple[SearchState, Any]:
     """What was kept; `results` are the numbers of the runs with it, and `final` is the last comparison."""
     setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
@@ -58,10 +60,11 @@ def verified(
             exactness=choice.exactness,
             outcome="kept",
             reason="faster",
+            startup_seconds=startup_seconds,
         )
         for choice in kept
     ]
-    state = SearchState(kept=[*kept], trials=trials, startup_seconds=1.0)
+    state = SearchState(kept=[*kept], trials=trials, startup_seconds=1.0, compiled_graphs={*compiled_graphs})
     monkeypatch.setattr(verifier_module, "Prover", lambda *_: Recorded(folder, results))
     verifier = Verifier(setup, state, Deadline(100.0), lambda text: None, exactness)
     monkeypatch.setattr(verifier, "_final_comparison", lambda: final)
@@ -93,6 +96,42 @@ def test_where_no_time_is_left_to_find_the_lever_all_are_proved_reduced(
     assert proof.verdict == "reduced"
     assert len(state.kept) == kept
     assert [choice.relaxed for choice in state.kept] == [True, True, False][-kept:]
+
+
+class CompilesAt16Bit(OfAThirdField):
+    acts_on_forward = True
+
+
+class Compiling(Claiming):
+    plan_field = "compile"
+    acts_on_forward = compiles = True
+
+
+@pytest.mark.parametrize(
+    ("compile_seconds", "compiled_without", "relaxed"), [(5.0, False, False), (80.0, False, True), (80.0, True, False)]
+)
+def test_a_compiled_model_is_proved_without_reduced_levers_where_there_is_time_to_compile_it_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compile_seconds: float, compiled_without: bool, relaxed: bool
+) -> None:
+    compiled = Choice(Compiling("compiled", "rounding"), True)
+    reduced = Choice(CompilesAt16Bit("16-bit", "reduced"), True)
+    graphs = {graph_of([compiled, reduced])} | ({graph_of([compiled])} if compiled_without else set())
+    results = {("compiled",): ROUNDED, ("compiled", "16-bit"): NOISY}
+    state, proof = verified(
+        monkeypatch,
+        tmp_path,
+        results,
+        kept=(compiled, reduced),
+        compiled_graphs=graphs,
+        startup_seconds=compile_seconds,
+    )
+    assert proof.verdict == "reduced"
+    assert [claim.levers for claim in proof.claims] == (
+        [("compiled", "16-bit")] if relaxed else [("compiled",), ("16-bit",)]
+    )
+    assert state.kept == [replace(compiled, relaxed=relaxed), reduced]
+    said = "proved with 16-bit: compiling it without takes 1 min 20 s; faster"
+    assert state.trials[0].reason == (said if relaxed else "faster")
 
 
 def test_not_where_reduced_numbers_are_not_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flatout.levers.lever import Choice, Lever
 from flatout.script.trial.answers import Window
-from flatout.tuning.windows import Arm, Pace, RolledBackInside, compare_arms, warm_up
+from flatout.tuning.windows import Arm, Pace, RolledBackInside, compare_arms, is_enough, warm_up
 
 
 class Faster(Lever):
@@ -97,6 +97,13 @@ def test_long_steps_that_come_back_are_no_part_of_the_start(monkeypatch: pytest.
 def test_slower_and_no_difference() -> None:
     assert compare_arms(*arms(Pretended(0.02)), PACE, CHOICE).comparison.verdict == "slower"
     assert compare_arms(*arms(Pretended(0.01)), PACE, CHOICE).comparison.verdict == "not significant"
+
+
+@pytest.mark.parametrize(("ratio", "seconds"), [(1.2, 3.5), (1.01, 2.0)])
+def test_what_looks_faster_gets_more_time_than_what_does_not(ratio: float, seconds: float) -> None:
+    pace = replace(PACE, seconds=1.0, longest_seconds=3.0)
+    taken = [(0.01 * factor, 0.01 / ratio) for factor in (0.8, 1.3, 1.0, 0.8, 1.3, 1.0, 0.8, 1.3)]
+    assert next(n / 2 for n in range(4, 9) if is_enough(taken[:n], pace, n / 2)) == seconds
 
 
 def test_a_leak_is_told() -> None:

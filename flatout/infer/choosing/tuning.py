@@ -7,6 +7,7 @@ from typing import Literal
 
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
 from flatout.infer.choosing.search import Option
+from flatout.notebook_tables import ShownAsText
 from flatout.plan import Plan
 from flatout.search.lines import (
     BudgetOption,
@@ -24,8 +25,8 @@ from flatout.units import format_seconds, labelled
 Task = Literal["predict", "generate"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class InferenceTuning:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class InferenceTuning(ShownAsText):
     """The plan, and the evidence for it."""
 
     plan: Plan
@@ -79,6 +80,9 @@ class InferenceTuning:
         rows += labelled("result", [*self._result(option), *reach_lines(self.state, option)])
         rows += labelled("note", list(self.notes))
         return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def _result(self, option: BudgetOption) -> list[str]:
         if self.comparison is None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from flatout.units import format_rate, format_seconds
+from flatout.notebook_tables import ShownAsText
+from flatout.units import counted, format_rate, format_seconds
 
 Reason = Literal["eos", "stop", "length", "context"]
 """Why a text ended: the model's end token, a stop of the user's, max_new_tokens, or the model's longest sequence."""
@@ -50,8 +51,8 @@ class Speculation:
     """Of the model, each over one or several tokens of a sequence."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation(ShownAsText):
     """The new tokens of every prompt, in the order of the prompts."""
 
     tokens: list[list[int]]
@@ -89,14 +90,18 @@ class Generation:
         """Everything as JSON types."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
         """One line for people."""
         rate = self.tokens_per_second
         speed = "no time to measure" if rate is None else format_rate(rate, "tokens/s")
         parts = [
-            f"{self.generated_tokens} tokens for {len(self.tokens)} prompts",
+            f"{counted(self.generated_tokens, 'token')} for {counted(len(self.tokens), 'prompt')}",
             f"{speed} ({self.decode_share})",
-            f"{self.prompt_tokens} tokens of prompts in {format_seconds(self.prefill_seconds)} ({self.prefill_share})",
+            f"{counted(self.prompt_tokens, 'token')} of prompts in {format_seconds(self.prefill_seconds)} "
+            f"({self.prefill_share})",
             f"weights {self.storage}, {self.engine}",
         ]
         if self.model_settings:

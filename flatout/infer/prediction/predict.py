@@ -149,6 +149,7 @@ class Predictions:
         self._predictor, self._run = predictor, predictor.run
         self._on_error, self._next = on_error, first_index
         self._source = iter(inputs)
+        self._sequences = False
         self._items = self._failed = 0
         self._seconds = 0.0
         self._begun = _Counts.of(self._run)
@@ -179,6 +180,7 @@ class Predictions:
             items=self._items,
             failed=self._failed,
             tokens=run.tokens - begun.tokens,
+            sequences=self._sequences,
             computed_tokens=run.computed_tokens - begun.computed_tokens,
             batches={name: count - begun.batches.get(name, 0) for name, count in run.batches.items() if count > 0},
             seconds=self._seconds,
@@ -195,6 +197,7 @@ class Predictions:
         for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
             start = time.perf_counter()
             samples = [one for one in window if isinstance(one, Sample)]
+            self._sequences = self._sequences or any(one.is_sequence for one in samples)
             with self._as_planned(), torch.no_grad():
                 results = self._run.run(samples)
             results |= {one.index: one for one in window if isinstance(one, Failed)}

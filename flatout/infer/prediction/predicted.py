@@ -37,6 +37,8 @@ class Figures:
     failed: int
     tokens: int
     """Real tokens that the model ran on."""
+    sequences: bool = True
+    """Were there any, or only inputs of fixed size and vectors of numbers?"""
     computed_tokens: int
     """The same with padding, of which packed rows have at most one token in 32 (in their repeated blocks)."""
     batches: Mapping[str, int]
@@ -66,7 +68,8 @@ class Figures:
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
+        """None where the inputs are no sequences."""
+        return self.tokens / self.seconds if self.seconds and self.sequences else None
 
     @property
     def share_of_ceiling(self) -> float | None:
@@ -77,7 +80,11 @@ class Figures:
 
     def in_short(self) -> str:
         """A few words for a progress bar."""
-        parts = [] if self.tokens_per_second is None else [f"{self.tokens_per_second:,.0f} tokens/s"]
+        parts = []
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        elif self.items_per_second is not None:
+            parts.append(f"{self.items_per_second:,.1f} inputs/s")
         if self.share_of_ceiling is not None:
             parts.append(f"{self.share_of_ceiling:.0%} of the {self.ceiling_dtype} ceiling")
         if self.failed:

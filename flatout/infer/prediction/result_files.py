@@ -4,7 +4,7 @@
     a folder      files of 1024 results each, results-00000000.safetensors: tensors "3" or "3.last_hidden_state"
 
 An incomplete last line is removed on resume; a file in a folder is written atomically. `run.json` beside them records
-the model, plan and input file: results of different ones are never mixed. It has the schema of all these files.
+what they are of (`run_identity`): results of different runs are never mixed. It has the schema of all these files.
 """
 
 from __future__ import annotations
@@ -50,11 +50,19 @@ class Results(Protocol):
 def open_results(path: Path, of: Mapping[str, object], *, restart: bool, keep: str = "") -> Results:
     """`of` says what the results are of. UsageError where the place holds other results, or anything else."""
     lines = path.suffix == ".jsonl"
+    if not lines and path.suffix and not path.suffix[1:].isdigit() and not path.is_dir():
+        raise UsageError(
+            f"the results are to be {path.name}",
+            limit="they are NAME.jsonl, or a folder of safetensors files",
+            remedy=f"--out {path.with_suffix('.jsonl')}, or --out {path.with_suffix('')}",
+        )
     note = path.with_name(f"{path.name}.run.json") if lines else path / "run.json"
     if restart:
         _forget(path, note, lines)
     expected = json.loads(json.dumps({"schema": SCHEMA, **of}))
-    if path.exists() and (lines or not path.is_dir() or any(path.iterdir())):
+    if _is_empty(path, note, lines):
+        note.unlink(missing_ok=True)
+    elif path.exists() and (lines or not path.is_dir() or any(path.iterdir())):
         _check_same(path, note, expected)
     try:
         if not lines:
@@ -64,6 +72,15 @@ def open_results(path: Path, of: Mapping[str, object], *, restart: bool, keep: s
         return _Lines(path, keep) if lines else _Folder(path, keep)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
+
+
+def _is_empty(path: Path, note: Path, lines: bool) -> bool:
+    """Has an earlier run of predict begun here, and left no result?"""
+    if not note.exists():
+        return False
+    if lines:
+        return path.is_file() and not path.stat().st_size
+    return path.is_dir() and not any(one != note and one.suffix != ".tmp" for one in path.iterdir())
 
 
 def _check_same(path: Path, note: Path, expected: dict[str, object]) -> None:
@@ -81,7 +98,7 @@ def _check_same(path: Path, note: Path, expected: dict[str, object]) -> None:
         )
     for name in sorted({*known, *expected}):
         if known.get(name) != expected.get(name):
-            what = f"{path} holds results with {name} {known.get(name)!r}"
+            what = f"{path} holds results with {name.replace('_', ' ')} {known.get(name)!r}"
             remedy = "name another place, or start over with --restart"
             raise UsageError(what, limit=f"this run has {expected.get(name)!r}", remedy=remedy)
 
@@ -227,6 +244,9 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with written_whole(path) as temporary:
             write(temporary)
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        remedy = "free some space" if free < 1 << 20 else "name a place you may write"
+        remedy = "name a place you may write"
+        if not path.parent.exists():
+            remedy = f"create the folder {path.parent} first"
+        elif shutil.disk_usage(path.parent).free < 1 << 20:
+            remedy = "free some space"
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error

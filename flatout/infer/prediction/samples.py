@@ -48,6 +48,12 @@ class Sample:
         """What it counts towards a budget of tokens."""
         return 1 if self.length is None else self.length
 
+    @property
+    def is_sequence(self) -> bool:
+        """Is it made of ids, or of vectors? Not an input of fixed size, nor a single vector of numbers."""
+        several = any(one.dim() > 1 or not one.is_floating_point() for one in self.tensors.values())
+        return self.length is not None and several
+
 
 def read_sample(index: int, value: object, calling: Calling) -> Sample:
     """The sample; UsageError says what is wrong with the input."""
@@ -89,6 +95,14 @@ def _tensor(name: str | int, part: object) -> Tensor:
     if tensor.dtype in (torch.uint8, torch.uint16, torch.int8, torch.int16, torch.uint32) and tensor.dim() == 1:
         tensor = tensor.long()  # tokens as files hold them
     return tensor
+
+
+def whole_numbers_hint(error: BaseException, sample: Sample) -> str:
+    """The remedy where a model does not compute with the whole numbers that it was given; '' for other errors."""
+    first = next(iter(sample.tensors.values()))
+    if first.is_floating_point() or not isinstance(error, RuntimeError) or "type" not in str(error):
+        return ""
+    return "whole numbers are given to the model as they are, in one dimension as ids (int64): save others as float32"
 
 
 def _shown(part: object) -> str:

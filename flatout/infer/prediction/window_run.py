@@ -32,7 +32,7 @@ from flatout.infer.prediction.packing import row_length
 from flatout.infer.prediction.placed import Placed
 from flatout.infer.prediction.predicted import Failed
 from flatout.infer.prediction.preparing import OWN_LAYERS, prepare, why_depends_on_more
-from flatout.infer.prediction.samples import Sample, check_in_vocabulary
+from flatout.infer.prediction.samples import Sample, check_in_vocabulary, whole_numbers_hint
 from flatout.levers.compile import repeated_blocks
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
@@ -333,9 +333,9 @@ class WindowRun:
             raise UsageError(
                 f"the model failed on each of the first {self.failed_alone} inputs: {Failed.by(0, error).what}",
                 limit="predict calls it with a batch of inputs",
-                remedy="try model(batch) on one of them by hand",
+                remedy=whole_numbers_hint(error, sample) or "try model(batch) on one of them by hand",
             ) from error
-        remedy = "cut it, or give the run more memory" if no_memory else ""
+        remedy = "cut it, or give the run more memory" if no_memory else whole_numbers_hint(error, sample)
         error = self._plainer(error, sample)
         failed = Failed.by(sample.index, error)
         results[sample.index] = Failed(

@@ -52,10 +52,6 @@ class TensorArgument:
         named = [one for one in (*self.dims, self.high) if isinstance(one, str)]
         return tuple(dict.fromkeys(named))
 
-    @property
-    def is_float(self) -> bool:
-        return self.dtype == "float" or self.dtype in FLOATS
-
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:

@@ -214,9 +214,17 @@ template <bool Right, typename T>
 inline void pack_part(const T* from, int64_t side, int64_t inner, int64_t sides, int64_t inners, uint16_t* to) {
   if (sides >= kSide && inners >= kSide) return pack_step<Right>(from, side, inner, to);
   alignas(64) T part[kStep] = {};  // a copy with zeros around it
-  for (int64_t i = 0; i < std::min(kSide, sides); ++i)
-    for (int64_t k = 0; k < std::min(kSide, inners); ++k) part[i * kSide + k] = from[i * side + k * inner];
-  pack_step<Right>(part, kSide, 1, to);
+  const int64_t rows = std::min(kSide, sides), columns = std::min(kSide, inners);
+  const bool by_rows = inner == 1;
+  const int64_t lines = by_rows ? rows : columns, apart = by_rows ? side : inner, length = by_rows ? columns : rows;
+  for (int64_t i = 0; i < lines; ++i) {
+    if (length == kSide)
+      std::memcpy(part + i * kSide, from + i * apart, kSide * sizeof(T));  // of a size that the compiler knows
+    else
+      std::memcpy(part + i * kSide, from + i * apart, length * sizeof(T));
+  }
+  if (by_rows) return pack_step<Right>(part, kSide, 1, to);
+  pack_step<Right>(part, 1, kSide, to);
 }
 
 // One side of a product.
@@ -295,8 +303,11 @@ struct Line {
   static __m512 widened(const uint16_t* from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(from)), 16));
   }
-  static __m512 exponential(__m512 x) {  // as in exponential.h, and 0 for what is far below; NaN stays NaN
-    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));
+  // As in exponential.h, and 0 for what is far below: the processor takes a hundred cycles for a number too small to be
+  // a normal one. NaN stays NaN.
+  static __m512 exponential(__m512 x) {
+    const __mmask16 near = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
     const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f),
                                       _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x));
@@ -304,7 +315,7 @@ struct Line {
     for (const float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
       p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(term));
     p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
+    return _mm512_maskz_scalef_ps(near, p, n);
   }
 #else
   float values[kSide];

@@ -11,6 +11,8 @@ SETTLE_SECONDS = 0.3
 """After the first failure, until it is decided which was first."""
 FAILING_SECONDS = 5.0
 """The same, while that one seems to follow from another, or a rank that has printed a traceback is about to end."""
+STARTING_SECONDS = 30.0
+"""For so long nothing is said of ranks that have completed no step: they may still be starting."""
 
 
 class Attempt:
@@ -25,6 +27,8 @@ class Attempt:
         self._ends: dict[int, tuple[RankEnd, float]] = {}
         self._failing: dict[int, tuple[int, ...]] = {}
         self._first_seen: float | None = None
+        self._began = time.monotonic()
+        self._told_unjudged = False
 
     def note(self, machine: int, message: Message) -> None:
         now = time.monotonic()
@@ -78,6 +82,14 @@ class Attempt:
     def hangs(self, limit_seconds: float) -> bool:
         """Has a rank that trained completed no step for so long? 0: no limit."""
         return bool(limit_seconds) and any(age > limit_seconds for age in self._ages().values())
+
+    def unjudged_seconds(self, limit_seconds: float) -> float | None:
+        """Once, when ranks have run for longer than the limit and none has completed a step; else None."""
+        waited = time.monotonic() - self._began
+        if not limit_seconds or self._told_unjudged or waited < max(limit_seconds, STARTING_SECONDS) or self._ages():
+            return None
+        self._told_unjudged = True
+        return waited
 
     def silent_seconds(self) -> float:
         return max(self._ages().values())

@@ -76,6 +76,14 @@ class RanksHang:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoneJudged:
+    """No rank has completed a step of a TrainStep yet, so that none of them can be seen to hang."""
+
+    waited_seconds: float
+    """Since the ranks started."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MachineLost:
     """A machine does not answer any more, or its launcher has ended."""
 
@@ -121,6 +129,7 @@ Event = (
     | OnlyHere
     | RankFailed
     | RanksHang
+    | NoneJudged
     | MachineLost
     | MachineBack
     | LeaderLost

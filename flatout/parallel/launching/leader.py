@@ -26,6 +26,7 @@ from flatout.parallel.launching.events import (
     MachineBack,
     MachineLost,
     MachinesReady,
+    NoneJudged,
     RankFailed,
     RanksHang,
     Stopping,
@@ -227,6 +228,8 @@ class Leader:
                 return Verdict(status=0)
             if watched.hangs(self._request.hang_seconds):
                 return self._hung(watched)
+            if (waited := watched.unjudged_seconds(self._request.hang_seconds)) is not None:
+                self._tell(NoneJudged(waited_seconds=waited))
             if self._local.reader_gone:
                 self._end_all()
                 return Verdict(status=READER_GONE)

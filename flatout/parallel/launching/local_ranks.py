@@ -152,11 +152,9 @@ class LocalRanks:
     def _default_variables(self) -> dict[str, str]:
         """Where the user has set none: threads, so that ranks do not take each other's cores; and lines that come when
         they are printed, also those of a rank that is killed."""
-        usable = usable_cores()
-        cores = min(usable, psutil.cpu_count(logical=False) or usable)  # two threads of a core would share its units
         alone = self._request.nproc_per_node == self._request.nnodes == 1
         unbuffered = {} if alone else {"PYTHONUNBUFFERED": "1"}
-        return {"OMP_NUM_THREADS": str(max(1, cores // self._request.nproc_per_node)), **unbuffered}
+        return {"OMP_NUM_THREADS": str(threads_of_rank(self._request.nproc_per_node)), **unbuffered}
 
     # what became of them
 
@@ -335,6 +333,13 @@ class LocalRanks:
                 return None
         self._dump_at = None
         return tuple(found)
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Of each of so many ranks on this machine, where the user has set none."""
+    usable = usable_cores()
+    cores = min(usable, psutil.cpu_count(logical=False) or usable)  # two threads of a core would share its units
+    return max(1, cores // ranks)
 
 
 def _detached(pipe: object) -> int:

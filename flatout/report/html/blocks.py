@@ -40,7 +40,6 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     more: str = ""
     """What is left out."""
-    hide_caption: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

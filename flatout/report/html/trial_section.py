@@ -21,6 +21,8 @@ def trials(sources: Sources) -> Section | None:
         blocks.append(_table(tried))
     if skipped := doc.parts("not_tried"):
         blocks.append(_not_tried(skipped))
+    if devices := doc.at("devices").parts("trials"):
+        blocks.append(_devices(devices[:MOST_ROWS]))
     budget, seconds = doc.number("budget_seconds"), doc.number("seconds")
     if budget and seconds:
         blocks.append(
@@ -68,6 +70,31 @@ def _table(tried: list[Part]) -> Table:
         heads=heads,
         rows=tuple(rows),
     )
+
+
+def _devices(tried: list[Part]) -> Table:
+    """Predicted beside measured."""
+    rows = []
+    for trial in tried:
+        told, found = trial.at("predicted"), trial.at("comparison")
+        ratio, low, high = (found.number(key) for key in ("ratio", "low", "high"))
+        least, most = told.number("least"), told.number("most")
+        interval = f"{low:.2f} to {high:.2f}" if low and high else ""
+        rows.append(
+            (
+                Cell(text=f"{trial.number('devices') or 0:.0f} devices"),
+                Cell(text="not timed" if ratio is None else f"×{ratio:.2f}", note=interval),
+                Cell(text=f"×{least:.2f} to ×{most:.2f}" if least and most else "", note=told.text("reason")),
+                Cell(text=trial.text("outcome"), note=" · ".join(filter(None, [trial.text("reason"), _times(trial)]))),
+            )
+        )
+    heads = (
+        Head(text="devices"),
+        Head(text="speed", numeric=True),
+        Head(text="predicted"),
+        Head(text="outcome"),
+    )
+    return Table(caption="The same script on several devices, compared with one", heads=heads, rows=tuple(rows))
 
 
 def _times(trial: Part) -> str:

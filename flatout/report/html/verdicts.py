@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flatout.report.html.blocks import Verdict
 from flatout.report.html.reading import Part
-from flatout.report.step_text import percent
+from flatout.report.step_text import percent, training_elsewhere
 from flatout.statistics import median
 from flatout.units import format_bytes, format_seconds
 
@@ -55,30 +56,47 @@ def _cautions(kind: str, doc: Part) -> list[str]:
 
 
 def _of_tune(doc: Part) -> Verdict:
-    speed, final, fit = doc.at("speedup"), doc.at("final"), doc.at("fit")
+    one, devices = _on_one_device(doc), doc.at("devices")
+    chosen, proof = devices.number("chosen"), devices.at("proof")
+    if chosen is None:
+        return one
+    if chosen == 1:
+        return replace(one, lines=(*one.lines, ("devices", devices.text("reason"))))
+    headline, detail, _ = _speed(devices.at("comparison"), devices)
+    lines = [("on one device", ", ".join(filter(None, (one.headline, one.detail)))), *one.lines]
+    lines.append((f"on {chosen:.0f} devices", proof_line(proof)))
+    return Verdict(headline=f"{headline} on {chosen:.0f} devices", tone="good", detail=detail, lines=tuple(lines))
+
+
+def _on_one_device(doc: Part) -> Verdict:
+    speed, fit = doc.at("speedup"), doc.at("fit")
     lines = []
     if fit:
         lines.append(("memory", _fit(fit)))
     if numbers := proof_line(doc.at("proof")):
         lines.append(("numbers", numbers))
     lines += [("whole run", text) for text in [_whole_run(doc.at("whole_run"))] if text]
-    ratio, low, high = (speed.number(key) for key in ("ratio", "low", "high"))
-    if not speed or ratio is None:
+    if not speed or speed.number("ratio") is None:
         step = doc.at("observed").number("step_seconds")
         share = doc.number("ceiling_share_before")
         known = [f"A step takes {format_seconds(step)}"] if step else []
         known += [f"{percent(share)} of the {doc.text('ceiling')}"] if share is not None and doc.text("ceiling") else []
         headline = _sentence(doc.text("reason") or "no speedup was measured")
         return Verdict(headline=headline, tone="", detail=", ".join(known), lines=tuple(lines))
-    before, after = final.number("baseline_seconds"), final.number("candidate_seconds")
-    times = f"{format_seconds(before)} → {format_seconds(after)} a step" if before and after else ""
-    interval = f"95 % interval ×{low:.2f} to ×{high:.2f}" if low and high else "too few pairs for an interval"
-    detail = ", ".join(part for part in (times, interval, _pairs(speed)) if part)
-    if speed.text("verdict") == "faster":
-        headline, tone = f"{ratio:.2f} times as fast", "good"
-    else:
-        headline, tone = f"{_sentence(speed.text('verdict') or 'undecided')}: ×{ratio:.2f}", ""
+    headline, detail, tone = _speed(speed, doc.at("final"))
     return Verdict(headline=headline, tone=tone, detail=detail, lines=tuple(lines))
+
+
+def _speed(speed: Part, times: Part) -> tuple[str, str, str]:
+    """(headline, what it rests on, tone) of a comparison; times: has the seconds of both sides."""
+    ratio, low, high = (speed.number(key) for key in ("ratio", "low", "high"))
+    before, after = times.number("baseline_seconds"), times.number("candidate_seconds")
+    steps = f"{format_seconds(before)} → {format_seconds(after)} a step" if before and after else ""
+    interval = f"95 % interval ×{low:.2f} to ×{high:.2f}" if low and high else "too few pairs for an interval"
+    detail = ", ".join(part for part in (steps, interval, _pairs(speed)) if part)
+    if speed.text("verdict") == "faster":
+        return f"{ratio or 1.0:.2f} times as fast", detail, "good"
+    return f"{_sentence(speed.text('verdict') or 'undecided')}: ×{ratio or 1.0:.2f}", detail, ""
 
 
 def _pairs(speed: Part) -> str:
@@ -121,8 +139,13 @@ def _of_run(doc: Part) -> Verdict:
     watched = seen.number("step_seconds")
     seconds = median(samples) if samples else watched
     counted = f"{steps:,.0f} step{'' if steps == 1 else 's'}" if steps else "no training step was found"
+    if not steps and (processes := doc.parts("processes")):
+        counted = training_elsewhere(len(processes))
+        seconds = max((one.number("step_seconds") or 0.0 for one in processes), default=None)
     wall = doc.number("wall_seconds")
     detail = ", ".join([counted, *([f"{format_seconds(wall)} in all"] if wall else [])])
+    if status is None:
+        detail += "; the script was still running when this was written"
     lines = [("step", text) for text in [largest_part(seen.by_name("breakdown_seconds"), watched)] if text]
     if death:
         headline, tone = f"Ran out of memory at {death.text('line') or 'an unknown line'}", "bad"

@@ -13,6 +13,7 @@
     refusal.py         the end of a script that cannot be shared, said once
     starting.py        the parent: the ranks started and awaited
     recorded.py        a rank of a run that is only recorded, for the proof (flatout.tuning.devices_proof)
+    commanded.py       a rank of a run whose steps are timed on command (flatout.tuning.devices)
 
 Nothing of the script is rewritten. Every rank runs the same lines with the same seeds; only what a training loader
 hands out differs. So the ids in a batch of all ranks are those of the run on one device, whatever the sampler (until

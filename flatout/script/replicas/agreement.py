@@ -89,10 +89,6 @@ class Agreement:
         self._group: ProcessGroup | None = None
 
     @property
-    def began(self) -> bool:
-        return self._group is not None
-
-    @property
     def group(self) -> ProcessGroup:
         """Of all ranks. The first call begins it; it is none of the script's."""
         if self._group is None:
@@ -119,8 +115,10 @@ class Agreement:
             self._gather(row, END_SECONDS if failed else TIMEOUT_SECONDS)
 
     def close(self) -> None:
-        """Threads of gloo that are left at the interpreter's end may abort the process."""
-        if self._group is not None:
+        """Threads of gloo that are left at the interpreter's end may abort the process. They end with the last
+        reference to the group, so none is kept."""
+        begun, self._group = self._group is not None, None
+        if begun:
             from torch import distributed
 
             with contextlib.suppress(Exception):

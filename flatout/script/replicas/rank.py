@@ -11,16 +11,20 @@ they write: a checkpoint is there for the rank that loads it again, and on disk 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from flatout import environment
-from flatout.errors import MachineError, UsageError
+from flatout.errors import FlatoutError, MachineError, UsageError
+from flatout.script.entry import Target, execute
 from flatout.script.replicas.refusal import Refusals
 from flatout.script.replicas.replica import Replica
 from flatout.script.replicas.settings import SCRATCH, Settings
+from flatout.whole_files import written_whole
 
 ALL_WRITE = "--all-ranks-write"
 
@@ -30,8 +34,16 @@ class Rank:
     """This process among the ranks of a run."""
 
     number: int
+    count: int
     settings: Settings
     replica: Replica
+    folder: Path
+    """Of the run; all ranks can write there."""
+
+    def tell(self, name: str, text: str) -> None:
+        """The parent, in a file of that name; nobody waits for it."""
+        with contextlib.suppress(OSError), written_whole(self.folder / name, durable=False) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 def begin(folder: Path) -> Rank:
@@ -50,11 +62,25 @@ def begin(folder: Path) -> Rank:
     environment.put_ranks_aside()
     if settings.visible:
         environment.show_cuda_devices(settings.visible[number if local is None else local])
-    if settings.recording is not None or (number and settings.isolated):
+    if settings.is_trial or (number and settings.isolated):
         _isolate(folder, number, settings)
-    if number or settings.recording is not None:
+    if number or settings.is_trial:
         _silence()
-    return Rank(number=number, settings=settings, replica=Replica(settings, folder, number, count))
+    replica = Replica(settings, folder, number, count)
+    return Rank(number=number, count=count, settings=settings, replica=replica, folder=folder)
+
+
+def run_script(rank: Rank, target: Target, at_end: Callable[[], object]) -> int:
+    """The script on this rank of a trial; the exit status. at_end: called where it has ended by itself."""
+    rank.replica.install()
+    try:
+        status = execute(target)
+    except FlatoutError:
+        rank.replica.end(1)
+        raise
+    if status == 0:
+        at_end()
+    return rank.replica.end(status)
 
 
 def _isolate(folder: Path, number: int, settings: Settings) -> None:

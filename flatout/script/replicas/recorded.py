@@ -15,12 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import UsageError
+from flatout.levers.applied import Applied
+from flatout.levers.lever import choices_from_json, split_by_switch
 from flatout.replaced import replaced
-from flatout.script.entry import Target, execute
+from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
-from flatout.script.replicas.rank import Rank, begin
+from flatout.script.replicas.rank import Rank, begin, run_script
 from flatout.script.replicas.settings import LOSSES, RECORD, Recording
+from flatout.script.trial.session import load_levers
 from flatout.script.watch import Watch
 
 if TYPE_CHECKING:
@@ -41,7 +44,11 @@ class Recorder:
         self._recorder: NumericsRecorder | None = None
         self._losses: list[list[Tensor]] = [[]]
         self._watch.at_boundary.append(self._boundary)
+        self._applied = Applied(self._watch.subject)
+        levers = load_levers(rank.settings.levers) if rank.settings.choices else ()
+        self._choices = choices_from_json(rank.settings.choices, levers)
         rank.replica.at_torch.append(self._watch.install)
+        rank.replica.at_torch.append(lambda torch: self._applied.set(split_by_switch(self._choices)[0]))
         if recording.without_dropout:
             rank.replica.at_torch.append(self._leave_out_dropout)
         rank.replica.at_loss.append(self._loss)
@@ -54,7 +61,10 @@ class Recorder:
         if self._watch.finder.kind is None:
             return
         if self._recorder is None:
+            if self._watch.may_be_inside_a_step():
+                return
             own = self._recording
+            self._applied.set(self._choices)
             self._recorder = NumericsRecorder(
                 self._watch,
                 NumericsRequest(
@@ -93,7 +103,7 @@ class Recorder:
                 "ended": ended,
                 "unseeded": list(replica.facts().unseeded),
                 "order": replica.order,
-                "autocast": self._watch.saw_autocast,
+                "autocast": self._watch.saw_autocast or any(one.exactness == "reduced" for one in self._choices),
             }
             (self._folder / RECORD).write_text(json.dumps(found))
         self._leave(0)
@@ -131,15 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     if (recording := rank.settings.recording) is None:
         raise UsageError("nothing is to be recorded", limit="the settings of such a run say what is")
     recorder = Recorder(folder, rank, recording)
-    rank.replica.install()
-    try:
-        status = execute(target)
-    except FlatoutError:
-        rank.replica.end(1)
-        raise
-    if status == 0:
-        recorder.finish(ended=True)
-    return rank.replica.end(status)
+    return run_script(rank, target, lambda: recorder.finish(ended=True))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ class Replica:
         self._folder = folder
         self._patches = Patches()
         self._places = Places(os.getcwd())
-        self._seeds = TrialSeeds([self._torch_imported])
+        recording = settings.recording
+        self._seeds = TrialSeeds([self._torch_imported], recording.seeds_moved if recording is not None else 0)
         self._stack = contextlib.ExitStack()
         self._main_thread, self._process = threading.get_ident(), os.getpid()
         self._of_script: Trained | None = None

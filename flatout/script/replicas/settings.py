@@ -13,8 +13,16 @@ SETTINGS, FACTS = "settings.json", "facts.json"
 REFUSED = "refused-"
 """Followed by the rank."""
 SCRATCH = "scratch-"
+RUN_FOLDER, SUMMARY = "run-folder", "summary.txt"
+"""Of the first rank: where it keeps its state, and what it has to say at its end."""
+LATE, ERRORS = "late", "errors-"
+"""Of a profiled run: a rank took too few steps; what each wrote to stderr."""
 RECORD, LOSSES = "record.json", "losses-"
 """Of a recorded run: what the first rank computed, and each rank's part of the losses."""
+
+NOT_IN_RANKS = ("allocator", "device", "optimizer_in_backward", "zero_grad")
+"""Choices of a plan that a rank does without: they start the process over, move the model, or take gradients before
+they are averaged."""
 
 Batch = Literal["global", "per-device"]
 Loss = Literal["mean", "sum", "terms"]
@@ -25,7 +33,11 @@ class Recording:
     """Of a run that is only a trial for the proof: what to record before it ends."""
 
     steps: int
-    role: Literal["reference", "checked"]
+    role: Literal["reference", "checked", "free"]
+    """Its own steps ('free'), or each compared step from the reference's state ('checked'), which a run of the first
+    kind writes ('reference')."""
+    seeds_moved: int = 0
+    """Is added to every seed."""
     nudge_ulps: int = 0
     """Move the weights by so many rounding errors at each step that is compared."""
     without_dropout: bool = False
@@ -51,6 +63,19 @@ class Settings:
     shared: tuple[str, ...] = ()
     """Folders that all ranks may write to: caches."""
     recording: Recording | None = None
+    takes_commands: bool = False
+    """Is the run a trial whose parent has some of its steps timed?"""
+    profiled: bool = False
+    """Is the run only a trial, in which each rank is profiled?"""
+    levers: str = "flatout.levers.catalogue:LEVERS"
+    """Of a trial: where they are declared."""
+    choices: tuple[tuple[bool | int | str, ...], ...] = ()
+    """Of a trial: those that are on; where it takes commands, from its start."""
+
+    @property
+    def is_trial(self) -> bool:
+        """Then no rank writes the user's files, and nobody reads what it prints."""
+        return self.recording is not None or self.takes_commands or self.profiled
 
     def write(self, folder: Path) -> None:
         (folder / SETTINGS).write_text(json.dumps(asdict(self)), encoding="utf-8")

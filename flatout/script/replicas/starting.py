@@ -35,6 +35,8 @@ class DevicesRequest:
     deterministic: bool = False
     variables: tuple[tuple[str, str], ...] = ()
     """More environment variables of the ranks."""
+    grace_seconds: float = 30.0
+    """Between SIGTERM and SIGKILL."""
 
 
 def device_count(asked: str, *, on_cpu: bool) -> tuple[int, tuple[str, ...]]:
@@ -78,9 +80,14 @@ def ranks_prepared(settings: Settings, *shared: Path) -> Iterator[Path]:
     """The folder of a run, with its settings; removed in the end. shared: folders that all ranks may write to, beside
     caches."""
     with work_folder() as folder:
-        caches = (environment.cache_dir(), environment.inductor_folder(), *shared)
-        replace(settings, shared=tuple(str(path) for path in caches)).write(folder)
+        write_settings(settings, folder, *shared)
         yield folder
+
+
+def write_settings(settings: Settings, folder: Path, *shared: Path) -> None:
+    """What the ranks of a run are told; `shared` as above."""
+    caches = (environment.cache_dir(), environment.inductor_folder(), *shared)
+    replace(settings, shared=tuple(str(path) for path in caches)).write(folder)
 
 
 def start_ranks(request: DevicesRequest, folder: Path, command: Sequence[str] | None = None) -> int:
@@ -100,6 +107,7 @@ def start_ranks(request: DevicesRequest, folder: Path, command: Sequence[str] | 
             nproc_per_node=request.devices,
             quiet=True,
             stdout_of="first",
+            grace_seconds=request.grace_seconds,
             hang_seconds=0.0,  # an evaluation may take any time, and ranks that part say so themselves
             variables=(*variables.items(), *request.variables),
         )

@@ -257,15 +257,18 @@ class TrainingSteps:
         if self._replica.settings.loss is not None or self._losses_seen >= LOOKED_AT:
             return
         self._losses_seen += 1
+        handed = self._replica.data.handed
+        samples = handed[-1][1].samples if len(handed) == 1 else None
         for root in roots:
             with own_imports():
-                found = complaint(root)
+                found = complaint(root, samples)
             if found is not None:
+                remedy = "--loss mean if it is one all the same (the proof shows whether it is: --prove)"
+                remedy = f"say what it is: --loss {found.instead}, or {remedy}" if found.instead else f"say {remedy}"
                 raise self._replica.refusals.refuse(
-                    f"{self._replica.line()}: {found[0]}",
+                    f"{self._replica.line()}: {found.what}",
                     limit="it is taken for a mean over the samples of a batch",
-                    remedy=f"say what it is: --loss {found[1]}, or --loss mean if it is one all the same (the proof "
-                    "shows whether it is: --prove)",
+                    remedy=remedy,
                 )
 
     # gradients and updates

@@ -18,7 +18,7 @@ A command that applies from the script's first line is one of the settings, and 
 
 Without one, the script runs until its first recognized step, and then waits for commands (`session`):
 
-    ready  step_kind                       it is there
+    ready  step_kind, ranks                it is there; ranks: of torch.distributed's group, 1 without one
     describe                               -> what was observed of the loop (`Observed`)
     window  levers, settle, steps, suspended -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps               -> where the time of each step went

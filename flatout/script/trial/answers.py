@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,12 @@ MORE_STEPS = "let it run more steps while it is tuned, by its own options (more 
 
 PEAK_STEPS = 2
 """Followed for a peak: more than one, as the last step of an epoch may have a smaller batch."""
+
+
+WANTS_RANKS = re.compile(
+    r"environment variable (RANK|WORLD_SIZE|MASTER_\w+) expected|KeyError: '(LOCAL_)?RANK'|WORLD_SIZE"
+)
+"""An error of a script that reads what a launcher would have set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +71,14 @@ class TrialEnded(TrialError):
         super().__init__(f"the script ended with code {status} after {steps} steps")
 
     @property
+    def by_itself(self) -> bool:
+        """Did it come to its end? A script may end with any exit code; one that fails raises, or is killed."""
+        return self.status == 0 or (self.status > 0 and not self.error.strip())
+
+    @property
     def leaves_enough_steps(self) -> bool:
         """Can the script be tuned by restarting it?"""
-        return self.status == 0 and self.steps > FEWEST_TO_PROVE
+        return self.by_itself and self.steps > FEWEST_TO_PROVE
 
     @property
     def headline(self) -> str:
@@ -87,6 +99,10 @@ class TrialHangs(TrialError):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         super().__init__(f"no step for {seconds:.0f} s: it hangs")
+
+
+class TrialSettled(TrialError):
+    """What the parent wanted of the processes that the script has started is there."""
 
 
 class TrialFault(TrialError):
@@ -119,20 +135,24 @@ def explain_stop(stop: TrialStopped, name: str, reason: str) -> ScriptError:
     return ScriptError(f"{name}: {stop}", limit=limit, remedy=reason)
 
 
-def explain_end(end: TrialEnded, name: str) -> ScriptError:
-    """Error for a script that ended before it could be tuned."""
+def explain_end(end: TrialEnded, name: str, *, levers: bool = False) -> ScriptError:
+    """Error for a script that ended before what was wanted of it was seen. levers: are any tried, later on?"""
+    alone = ", without any lever" if levers else ""
     lines = [line for line in end.error.strip().splitlines() if line.strip()]
     if end.status != 0 and lines:
         trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
         note = f"\n{end.note}" if end.note else ""
-        return ScriptError(f"{name} failed by itself, without any lever: {end.headline}", remedy=trace + note)
+        if levers and WANTS_RANKS.search(end.headline):
+            note += f"\nit is started in ranks, as by torchrun: flatout tune --nproc-per-node 2 {name}"
+        return ScriptError(f"{name} failed by itself{alone}: {end.headline}{trace}{note}")
     if end.status != 0:
-        return ScriptError(f"{name} exited with code {end.status} after {end.steps} steps, without any lever")
+        return ScriptError(f"{name} exited with code {end.status} after {end.steps} steps{alone}")
     if end.steps == 0:
         return ScriptError(
             f"{name} never trains: it ended without a single step",
             limit="a step is an optimizer step, or a backward pass followed by a change of the weights",
-            remedy="Flatout does not follow training into processes that the script starts",
+            remedy="training in processes that the script starts, as by mp.spawn, is not followed here"
+            + ": flatout tune --own-ranks 2 (own_ranks=2)" * levers,
         )
     limit = "it had more in the run before: the number of steps must stay the same while it is tuned"
     if not end.leaves_enough_steps:

@@ -16,8 +16,11 @@ from flatout.script.memory_watch import MemoryWatch
 from flatout.script.preloaded import Preloaded
 from flatout.script.profile_watch import ProfileWatch
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
-from flatout.script.trial.messages import TrialConfig
+from flatout.script.trial.messages import Command, TrialConfig
 from flatout.script.trial.session import Session
+
+SCRIPT = "script"
+"""The name of the script's own process among those that train."""
 
 
 def main(config_path: str) -> NoReturn:
@@ -33,16 +36,28 @@ def begin(config: TrialConfig, read_fd: int, write_fd: int, preloaded: Preloaded
     command = config["command"]
     observer: Observer
     if command is None:
-        observer = Session(child, config, commands.readline)
+        observer = Session(child, config["levers"], config["choices"], commands.readline)
     elif command["do"] == "memory":
         observer = MemoryWatch(child, steps=command["steps"])
     elif command["do"] == "profile":
-        observer = ProfileWatch(child, command)
+        observer = _profile(child, command)
     else:
         observer = DeterminismWatch(child, steps=command["steps"], deterministic=command["deterministic"])
     if preloaded is not None:
         preloaded.hide(child.target.folder, lambda reason: child.finish({"event": "alone", "reason": reason}))
     child.run(observer)
+
+
+def _profile(child: IsolatedChild, command: Command) -> ProfileWatch:
+    if not command["ranks"]:
+        return ProfileWatch(child, command)
+    from flatout.script.following import follow_children
+    from flatout.script.profiled_rank import ScriptsProcess
+    from flatout.script.rank_answers import RankAnswers
+
+    folder = Path(command["ranks"])
+    follow_children(folder)
+    return ScriptsProcess(child, RankAnswers(folder, SCRIPT), command).watch
 
 
 if __name__ == "__main__":

@@ -38,6 +38,14 @@ Answer = Mapping[str, object]
 """See `messages`."""
 
 
+def ended_answer(
+    status: int | None, error: str, *, steps: int = 0, script_steps: int = 0, note: str = ""
+) -> dict[str, object]:
+    """The script has ended. status: None: this process does not know; error: its traceback, or ''."""
+    told = {"status": status, "error": error[-MOST_ERROR_CHARACTERS:], "note": note}
+    return {"event": "ended", **told, "steps": steps, "script_steps": script_steps}
+
+
 class Observer(Protocol):
     """Observes the script while it runs."""
 
@@ -149,10 +157,9 @@ class IsolatedChild:
             self._fault(error)
         if found is not None:
             self.write(found)
-        told = {"status": status, "error": self._error[-MOST_ERROR_CHARACTERS:], "note": self._note}
-        self.finish(
-            {"event": "ended", **told, "steps": observer.watch.steps, "script_steps": observer.watch.finder.steps}
-        )
+        watch = observer.watch
+        steps, script_steps = watch.steps, watch.finder.steps
+        self.finish(ended_answer(status, self._error, steps=steps, script_steps=script_steps, note=self._note))
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._note = explain_failure(error, self.isolation)

@@ -33,6 +33,10 @@ class Command(TypedDict, total=False):
     """Does a step fit in that is followed operator by operator?"""
     trace: str
     """The file for a Chrome trace; '': none."""
+    behaviour: bool
+    """Is the script itself followed in the end? By default it is."""
+    ranks: str
+    """The folder for the profiles of processes that the script starts to train in; '': they are not followed."""
     request: dict[str, object]
     """A NumericsRequest."""
 

@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
@@ -32,24 +32,20 @@ from flatout.decoding import decode
 from flatout.environment import inductor_folder, launched, trial_environment
 from flatout.errors import TrialError, UsageError
 from flatout.levers.lever import Choice
-from flatout.levers.observed import Observed, StepWork
 from flatout.machine.detect import usable_cores
-from flatout.plan_choices import ChoiceValue
 from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
-from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial.answers import (
-    PEAK_STEPS,
-    Peak,
     TrialDied,
     TrialEnded,
     TrialFault,
     TrialHangs,
+    TrialSettled,
     TrialStopped,
-    Window,
 )
+from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, as_json
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent, Deadline
 
@@ -57,11 +53,7 @@ if TYPE_CHECKING:
     from flatout.script.trial.fork_server import ForkServer
 
 START_TIMEOUT_SECONDS = 1800.0
-FIRST_STEPS_SECONDS = 900.0
-"""Timeout of the first steps, while the step time is unknown."""
-HANG_FACTOR = 20.0
 HANG_FLOOR_SECONDS = 30.0
-COMPILE_ALLOWANCE_SECONDS = 900.0
 LONG_START_SECONDS = 1.0
 """Below that, two starts in turn are quick enough."""
 SIDE_BY_SIDE = 1.2
@@ -161,14 +153,22 @@ class TrialSetup:
 
 
 def refuse_in_ranks() -> None:
-    """A trial is one process without a network: the other ranks would wait for it, and it for them."""
+    """A trial has a network of its own: the other ranks would wait for it, and it for them."""
     here = launched()
     if here is not None and here[1] > 1:
-        raise UsageError(
-            f"this is rank {here[0]} of {here[1]}",
-            limit="a trial is one process, and would wait for the others",
-            remedy="use flatout run in each rank, which shows where its time goes; or start the script alone",
-        )
+        raise in_ranks()
+
+
+def in_ranks() -> UsageError:
+    """What to raise in a process that a launcher has started."""
+    here = launched() or (0, 1)
+    return UsageError(
+        f"this is rank {here[0]} of {here[1]}",
+        limit="a trial is on its own, and would wait for the others",
+        remedy="let Flatout start the ranks (flatout tune --nproc-per-node 2 train.py, and --devices 2 if it trains on "
+        "one device); start the launcher under Flatout (flatout profile -m torch.distributed.run --nproc-per-node 2 "
+        "train.py); or use flatout run in each rank",
+    )
 
 
 class Process(Protocol):
@@ -183,33 +183,19 @@ class Process(Protocol):
     def send_signal(self, number: int, /) -> None: ...
 
 
-class TrialProcess:
-    """One child. Choices given here are on from its start; windows add to them."""
+class TrialProcess(CommandedTrial):
+    """One child."""
 
     def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
-        self.setup, self.choices, self.label = setup, list(choices), label
-        self.deadline = setup.deadline
-        self.isolation: dict[str, object] = {}
+        super().__init__(setup, choices, label=label)
         self.step_kind = ""
-        self.startup_seconds: float | None = None
-        """Until the script's first recognized step; for a fork, including the time to load torch."""
-        self.start_seconds: float | None = None
-        """The same; for a fork, without that."""
-        self.waiting_seconds = 0.0
-        """The part of it in which neither the process nor anything it started was computing."""
-        self.expected_step_seconds: float | None = None
-        """Length of a plain step, which determines when a silent process counts as hanging; None: unknown."""
-        self.first_steps_seconds = FIRST_STEPS_SECONDS
-        """Timeout until that is known."""
-        self.interruptible = False
-        """Are steps in progress interrupted soon after the deadline, with BudgetSpent? A start goes on: how long it
-        takes is unknown."""
         self._process: Process | None = None
         self._spawned_at = 0.0
         self._loaded_seconds = 0.0
         """Time to load torch, where that was done before."""
         self._terminal: int | None = None
         self._buffer = b""
+        self._settled: Callable[[], bool] | None = None
 
     def __enter__(self) -> TrialProcess:
         return self
@@ -234,20 +220,17 @@ class TrialProcess:
         """Start the script and wait for its first recognized step. Raises TrialEnded if there is none."""
         if self.interruptible and self._has_passed():
             raise BudgetSpent(self.deadline)
-        with self._stage(f"starting {self.setup.target.name}"):
+        with self._starting():
             if self._process is None:
                 self.spawn()
             self._await_first_step(timeout_seconds)
 
-    def _has_passed(self) -> bool:
-        return self.deadline is not None and self.deadline.grace_seconds_left <= 0
-
-    def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.deadline is None else self.deadline.stage(name)
-
-    def watch(self, command: Command, timeout_seconds: float) -> tuple[Any, TrialEnded | None]:  # JSON
+    def watch(
+        self, command: Command, timeout_seconds: float, settled: Callable[[], bool] | None = None
+    ) -> tuple[Any, TrialEnded | None]:  # JSON
         """Run the script under one command that applies from its first line; returns the answer, and the script's end
-        where it ended early."""
+        where it ended early. settled: asked while the script is silent; where it is true, raises TrialSettled."""
+        self._settled = settled
         until = time.monotonic() + timeout_seconds
         self.spawn(command)
         self.isolation = self._answer(timeout_seconds)
@@ -269,7 +252,7 @@ class TrialProcess:
         self._answer_read, answer_write = os.pipe()
         config = self._folder / "config.json"
         settings = self._config(command_read, answer_write, command)
-        environment = self._environment()
+        environment = environment_of(self.setup, self.choices)
         server = None if environment else self.setup.fork_server
         self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
         errors_path = self._folder / "errors.log" if self.setup.errors_apart else self.log_path
@@ -305,53 +288,17 @@ class TrialProcess:
         self.step_kind = ready["step_kind"]
         self.start_seconds = time.perf_counter() - self._spawned_at
         self.startup_seconds = self.start_seconds + self._loaded_seconds
-        computing_seconds = self._cpu_seconds()
+        assert self._process is not None
+        computing_seconds = cpu_seconds(self._process.pid)
         self.waiting_seconds = max(0.0, self.start_seconds - computing_seconds)
         starts = self.setup.starts
         if not self.choices and (starts.seconds is None or self.start_seconds < starts.seconds):
             starts.seconds, starts.cores = self.start_seconds, computing_seconds / self.start_seconds
 
-    def _cpu_seconds(self) -> float:
-        """CPU time so far of the process and everything it started, including what has ended."""
-        assert self._process is not None
-        try:
-            first = psutil.Process(self._process.pid)
-            return sum(sum(one.cpu_times()[:4]) for one in (first, *first.children(recursive=True)))
-        except psutil.Error:  # it has just ended: the next command will report it
-            return 0.0
-
-    def describe(self) -> Observed:
-        return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
-
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
-        command: Command = {
-            "do": "window",
-            "levers": _json(choices),
-            "settle": settle,
-            "steps": steps,
-            "suspended": suspended,
-        }
-        answer = self._ask(command, self._patience(settle + steps, choices))
-        return Window(
-            seconds=tuple(answer["seconds"]),
-            settle_seconds=tuple(answer["settle_seconds"]),
-            apply_seconds=answer["apply_seconds"],
-            resident_bytes=answer["resident_bytes"],
-            rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
-            samples=tuple(answer["samples"]),
-        )
-
-    def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
-        command: Command = {"do": "breakdown", "levers": _json(choices), "steps": steps}
-        return Observed.from_json(self._ask(command, self._patience(steps, choices))["observed"])
-
-    def work(self) -> StepWork:
-        return StepWork(**self._ask({"do": "work"}, self._patience(60, ()))["work"])
-
     def operators(self, choices: Sequence[Choice]) -> StepOperators:
         """Of one step under these levers, which takes several times as long."""
-        command: Command = {"do": "operators", "levers": _json(choices)}
-        answer = self._ask(command, self._patience(60, choices))
+        command: Command = {"do": "operators", "levers": as_json(choices)}
+        answer = self._ask(command, self._patience(WORK_STEPS, choices))
         return StepOperators(
             operators=tuple(decode(Operator, one) for one in answer["operators"]),
             samples=None if answer["samples"] is None else round(answer["samples"]),
@@ -360,22 +307,6 @@ class TrialProcess:
             fault=answer["fault"],
             rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
         )
-
-    def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak:
-        """Peak over these steps; a followed step takes several times as long."""
-        command: Command = {"do": "peak", "levers": _json(choices), "steps": steps}
-        answer = self._ask(command, self._patience(20 * steps, choices))
-        return Peak(
-            peak_bytes=answer["peak_bytes"],
-            resident_bytes=answer["peak_resident_bytes"],
-            incidents=dict(answer["incidents"]),
-        )
-
-    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer:
-        """What `request.steps` steps computed under these levers; fewer, with 'ended', where the script ends first."""
-        command: Command = {"do": "numerics", "levers": _json(choices), "request": asdict(request)}
-        answer: NumericsAnswer = self._ask(command, self._patience(3 * request.steps, choices))
-        return answer
 
     def close(self) -> None:
         """End the process and everything it started, and remove its scratch. Its log stays."""
@@ -401,15 +332,11 @@ class TrialProcess:
             "allow_network": self.setup.allow_network,
             "parent": os.getpid(),
             "levers": self.setup.levers,
-            "choices": _json(self.choices),
+            "choices": as_json(self.choices),
             "read_fd": read_fd,
             "write_fd": write_fd,
             "command": command,
         }
-
-    def _environment(self) -> dict[str, str]:
-        of_levers = [choice.lever.environment(choice.value) for choice in self.choices]
-        return {name: value for part in (self.setup.environment, *of_levers) for name, value in part.items()}
 
     def _stdin(self) -> contextlib.AbstractContextManager[IO[bytes] | IO[str]]:
         if self.setup.inherits_stdin and (piped := _piped_in()) is not None:
@@ -425,14 +352,6 @@ class TrialProcess:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *self.setup.terminal_size, 0, 0))
         os.write(self._terminal, ENDS_OF_INPUT)
         return open(slave, "rb", buffering=0)
-
-    def _patience(self, steps: int, choices: Sequence[Choice]) -> float:
-        """How long a command may take before the process counts as hanging."""
-        if self.expected_step_seconds is None:
-            return self.first_steps_seconds
-        expected = HANG_FACTOR * self.expected_step_seconds * steps
-        allowance = COMPILE_ALLOWANCE_SECONDS if any(choice.lever.compiles for choice in choices) else 0.0
-        return max(self.setup.hang_floor_seconds, expected) + allowance
 
     def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
         with contextlib.suppress(BrokenPipeError):  # it died: reading the answer reports how
@@ -465,6 +384,8 @@ class TrialProcess:
                 raise BudgetSpent(self.deadline)
             if not ready and interruptible and self._has_passed():
                 raise BudgetSpent(self.deadline)
+            if not ready and self._settled is not None and self._settled():
+                raise TrialSettled("the processes that the script has started have answered")
             chunk = os.read(self._answer_read, 1 << 16) if ready else b""
             if not chunk and (ready or gone):  # gone: processes that outlive it may hold the pipe open
                 assert self._process is not None
@@ -475,6 +396,21 @@ class TrialProcess:
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+
+def environment_of(setup: TrialSetup, choices: Sequence[Choice]) -> dict[str, str]:
+    """The variables of a trial under these choices, beside those of this process."""
+    of_levers = [choice.lever.environment(choice.value) for choice in choices]
+    return {name: value for part in (setup.environment, *of_levers) for name, value in part.items()}
+
+
+def cpu_seconds(process_id: int) -> float:
+    """CPU time so far of this process and everything it started, including what has ended."""
+    try:
+        first = psutil.Process(process_id)
+        return sum(sum(one.cpu_times()[:4]) for one in (first, *first.children(recursive=True)))
+    except psutil.Error:  # it has just ended: the next command will report it
+        return 0.0
 
 
 def _end(process: Process) -> None:
@@ -505,7 +441,3 @@ def _piped_in() -> TextIO | None:
     except (OSError, ValueError):
         return None
     return sys.stdin if piped else None
-
-
-def _json(choices: Sequence[Choice]) -> list[list[ChoiceValue]]:
-    return [choice.to_json() for choice in choices]

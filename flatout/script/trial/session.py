@@ -16,33 +16,57 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import ModuleType
+from typing import NoReturn, Protocol
 
 from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
 from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
+from flatout.machine.ranks import joined_ranks
+from flatout.plan_choices import ChoiceValue
 from flatout.script.batch_count import BatchCount
 from flatout.script.describe import NOT_AS_NOW, allows_tf32, observe
 from flatout.script.device_calls import device_name, device_of
+from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.seeds import TrialSeeds
 from flatout.script.step_memory import StepMemory
 from flatout.script.trial.answers import most_of
-from flatout.script.trial.isolated_child import Answer, IsolatedChild
-from flatout.script.trial.messages import Command, TrialConfig
+from flatout.script.trial.isolated_child import Answer
+from flatout.script.trial.messages import Command
 from flatout.script.watch import Watch
 
 
-class Session:
-    """Drives one script; `read` blocks for the next command line."""
+class Child(Protocol):
+    """The process that runs the script, isolated, and answers its parent."""
 
-    def __init__(self, child: IsolatedChild, config: TrialConfig, read: Callable[[], str]) -> None:
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def torch_hooks(self) -> Sequence[Callable[[ModuleType], object]]:
+        """What the isolation needs to do as soon as torch is imported."""
+
+    def write(self, answer: Answer) -> None: ...
+
+    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Wrap `callback` so that an error of ours does not look like the script's."""
+
+    def leave(self) -> NoReturn: ...
+
+
+class Session:
+    """Drives one script; `read` blocks for the next command line. levers, choices: as in TrialConfig."""
+
+    def __init__(
+        self, child: Child, levers: str, choices: Sequence[Sequence[ChoiceValue]], read: Callable[[], str]
+    ) -> None:
         self.watch = Watch()
-        self.levers = load_levers(config["levers"])
+        self.levers = load_levers(levers)
         self.applied = Applied(self.watch.subject)
         self._child, self._read, self._write = child, read, child.write
-        self._start_choices = choices_from_json(config["choices"], self.levers)
+        self._start_choices = choices_from_json(choices, self.levers)
         self._task: Callable[[], bool] | None = None
         self._device: Device | None = None
         self._threads_at_start: int | None = None
@@ -53,9 +77,22 @@ class Session:
         self.watch.at_boundary.append(child.guarded(self._boundary))
 
     def install(self) -> None:
-        seeds = TrialSeeds([self.watch.install, self._torch_imported, *self._child.torch_hooks])
+        seeds = TrialSeeds(self.at_torch)
         self._unseeded = seeds.unseeded
         seeds.install()
+
+    def install_late(self, torch: ModuleType) -> None:
+        """In a process that has imported torch, and begins to train."""
+        seeds = TrialSeeds()
+        self._unseeded = seeds.unseeded
+        seeds.install_late()
+        for hook in self.at_torch:
+            hook(torch)
+
+    @property
+    def at_torch(self) -> list[Callable[[ModuleType], object]]:
+        """Called once torch has been imported."""
+        return [self.watch.install, self._torch_imported, *self._child.torch_hooks]
 
     def ended(self) -> Answer | None:
         """What was recorded until then; an unfinished window has no answer but the end."""
@@ -73,8 +110,11 @@ class Session:
         if self.watch.finder.kind is None:
             return
         if self._device is None:
+            if self.watch.may_be_inside_a_step():
+                return
             self._device = device_of(self.watch.subject)
-            self._write({"event": "ready", "steps": self.watch.steps, "step_kind": self.watch.finder.kind})
+            told = {"steps": self.watch.steps, "step_kind": self.watch.finder.kind, "ranks": joined_ranks()}
+            self._write({"event": "ready", **told})
         elif self._task is not None and not self._task():
             return
         self._task = None

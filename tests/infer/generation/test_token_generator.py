@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -284,4 +285,5 @@ def test_figures_and_json(own: Any) -> None:
     assert made.tokens_per_second is not None
     assert made.to_json()["tokens_per_second"] == made.tokens_per_second
     assert "24 tokens for 4 prompts" in made.summary()
+    assert "1 token for 1 prompt ·" in replace(made, generated_tokens=1, tokens=made.tokens[:1]).summary()
     assert made.decode_share.share is None or made.decode_share.share > 0

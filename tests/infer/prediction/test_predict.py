@@ -21,6 +21,7 @@ from flatout.infer.prediction.predict import Predictor
 from flatout.infer.prediction.predicted import Failed
 from flatout.models import Bert, BertConfig, ResNet, ResNetConfig
 from flatout.plan import Plan
+from flatout.report.inference_text import predict_text
 
 WORDS = 60
 
@@ -331,3 +332,25 @@ def test_buckets_are_few() -> None:
     lengths = {bucket_length(length) for length in range(1, 513)}
     assert len(lengths) == 13
     assert all(bucket_length(length) >= length for length in range(1, 513))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "sequences"),
+    [
+        (nn.Linear(8, 2), [torch.randn(8) for _ in range(4)], False),
+        (nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten()), [torch.randn(3, 6, 6) for _ in range(4)], False),
+        (nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)), [torch.tensor([1, 2]), torch.tensor([3])], True),
+    ],
+    ids=["vectors", "images", "ids"],
+)
+def test_tokens_are_counted_a_second_only_where_there_are_some(
+    model: nn.Module, inputs: list[torch.Tensor], sequences: bool
+) -> None:
+    predictions = Predictor(model)(inputs)
+    predictions.collect()
+    figures = predictions.figures
+    assert (figures.tokens_per_second is not None) == sequences
+    assert ("tokens/s" in figures.in_short()) == sequences
+    said = predict_text(figures, out="out", done_before=0, failed=0)
+    assert "inputs/s" in said
+    assert ("tokens/s" in said) == sequences

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from flatout.cli.main import main
 from flatout.errors import UsageError
 from flatout.infer.input_files import open_inputs
+from flatout.infer.prediction.predict import Predictor
 from flatout.infer.prediction.predicted import Failed
 from flatout.infer.prediction.result_files import kept, named_tensors, open_results
 
@@ -38,6 +40,26 @@ def test_arrays(tmp_path: Path) -> None:
     rows = list(open_inputs(tmp_path / "c.safetensors").begin(0))
     assert rows[1]["x"].tolist() == [2, 3]
     assert float(rows[1]["y"]) == 1
+
+
+def test_a_place_that_is_neither_lines_nor_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"to be a.csv; they are NAME.jsonl, or a folder .*--out .*a.jsonl, or --out"):
+        open_results(tmp_path / "a.csv", {}, restart=False)
+    assert not (tmp_path / "a.csv").exists()
+    for name in ("a", "run.2", "there.d"):
+        if name == "there.d":
+            (tmp_path / name).mkdir()
+        open_results(tmp_path / name, {}, restart=False).close()
+        assert (tmp_path / name / "run.json").exists()
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 8, 8)])
+def test_bytes_for_a_model_of_floats_get_a_remedy(shape: tuple[int, ...]) -> None:
+    model = nn.Linear(4, 2) if len(shape) == 1 else nn.Conv2d(3, 2, 3)
+    inputs = list(np.zeros((2, *shape), dtype=np.uint8))
+    (found, _) = Predictor(model)(inputs)
+    assert isinstance(found, Failed)
+    assert "save others as float32" in found.remedy
 
 
 def test_lines_and_texts(tmp_path: Path) -> None:
@@ -117,12 +139,17 @@ def test_a_folder_goes_on_behind_the_last_whole_file(tmp_path: Path, monkeypatch
 
 def test_other_results_are_not_mixed_in(tmp_path: Path) -> None:
     for name in ("out.jsonl", "out"):
-        open_results(tmp_path / name, {"model": "a"}, restart=False).close()
+        open_results(tmp_path / name, {"model": "none yet"}, restart=False).close()  # nothing there to be mixed with
+        results = open_results(tmp_path / name, {"model": "a"}, restart=False)
+        results.add(0, torch.ones(1))
+        results.close()
         with pytest.raises(UsageError, match=r"results with model 'a'; this run has 'b'; .* --restart"):
             open_results(tmp_path / name, {"model": "b"}, restart=False)
         results = open_results(tmp_path / name, {"model": "b"}, restart=True)
         assert results.done == 0
         results.close()
+    with pytest.raises(UsageError, match=r"create the folder .*none first"):
+        open_results(tmp_path / "none" / "out.jsonl", {"model": "a"}, restart=False)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     for restart in (False, True):

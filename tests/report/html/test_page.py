@@ -17,6 +17,8 @@ import pytest
 
 from flatout.errors import UsageError
 from flatout.report.html.page import report_html
+from flatout.report.html.reading import Part
+from flatout.report.html.verdicts import verdict
 from tests.report.html.documents import EVERYTHING, FINDING, MEMORY, PROFILE, RUN, TUNE, recorded
 
 VOID = {"meta"}
@@ -92,6 +94,25 @@ def test_the_verdict_comes_first(page: Page) -> None:
         assert expected in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "headline", "detail"),
+    [
+        ({"steps": 0}, "30 ms a step", "training in 2 processes that it started"),
+        (
+            {"steps": 0, "processes": [], "measurement": None, "observed": None},
+            "No training step was found",
+            "no training step was found",
+        ),
+        ({"script": {"name": "train.py", "status": None}}, "a step", "; the script was still running when this was"),
+        ({"script": {"name": "train.py", "status": 3}}, "The script ended with exit code 3", "40 steps"),
+    ],
+)
+def test_the_verdict_on_a_run(changes: dict[str, Any], headline: str, detail: str) -> None:
+    found = verdict({"run": Part({**RUN, "out_of_memory": None, **changes}, "run")})
+    assert headline in found.headline
+    assert detail in found.detail
+
+
 def test_each_part_of_the_documents_is_there(page: Page) -> None:
     for expected in (
         "waiting for data",
@@ -115,6 +136,56 @@ def test_each_part_of_the_documents_is_there(page: Page) -> None:
         "Slowest: rank 1, 30 ms a step; fastest: rank 0, 20 ms.",
     ):
         assert expected in page.text, expected
+
+
+def test_ranks_and_what_they_wait_for() -> None:
+    balance = {
+        "straggler": "rank 1",
+        "own_seconds": 0.03,
+        "next_seconds": 0.02,
+        "excess_seconds": 0.01,
+        "part": "data",
+        "part_excess_seconds": 0.009,
+        "waited_seconds": 0.01,
+        "exposed_seconds": 0.004,
+        "turns_seconds": 0.002,
+        "imbalance": 1.2,
+        "step_seconds": 0.04,
+        "certain": True,
+    }
+    text = Page(rendered({"run": RUN | {"rank_balance": balance}})).text
+    for expected in (
+        "4 ms (20%)",
+        "A step of each process",
+        "communication that nothing overlaps 4 ms of a step (10%)",
+        "ranks that are late in turns 2 ms of a step (5.0%)",
+        "rank 1: 10 ms of a step (25%)",
+        "9 ms more than the others in: waiting for data",
+        "×1.20",
+    ):
+        assert expected in text, expected
+    assert "Slowest: rank 1" not in text
+    unknown = RUN | {"rank_balance": None, "rank_balance_unknown_because": "unknown, because it was killed"}
+    assert (
+        "How long ranks wait for each other: unknown, because it was killed." in Page(rendered({"run": unknown})).text
+    )
+
+
+def test_what_ranks_of_a_profile_exchange() -> None:
+    exchanged = {
+        "total_seconds": 0.005,
+        "exposed_seconds": 0.002,
+        "overlapped_seconds": None,
+        "collectives": [{"name": "gloo:all_reduce", "calls": 2.0, "seconds": 0.006}],
+    }
+    profiles = [
+        {"name": "rank 0", "profile": {"communication": exchanged}, "fault": None},
+        {"name": "rank 1", "profile": None, "fault": "it died"},
+    ]
+    ranks = {"processes": RUN["processes"], "rank_profiles": profiles, "rank_notes": ["1 of 2 ranks were profiled"]}
+    text = Page(rendered({"profile": PROFILE | ranks})).text
+    assert "rank 0 5 ms 2 ms unknown 2 × gloo:all_reduce, 6 ms" in text
+    assert "1 of 2 ranks were profiled." in text
 
 
 def test_one_finding_of_two_documents_is_shown_once(page: Page) -> None:
@@ -244,6 +315,38 @@ def test_a_tune_without_a_gain_says_why() -> None:
     found = Page(rendered({"tune": recorded("tune")}))
     assert "Nothing helps here" in found.text
     assert "Before and after" not in found.text
+
+
+def on_devices(chosen: int) -> dict[str, Any]:
+    """What a tune leaves that was asked for several devices."""
+    comparison = {"ratio": 1.6, "low": 1.5, "high": 1.7, "verdict": "faster", "pairs": 24}
+    told = {"devices": 2, "least": 1.2, "expected": 1.5, "most": 1.9, "step_seconds": 0.06, "reason": "half the batch"}
+    trial = {"devices": 2, "outcome": "kept", "reason": "faster", "predicted": told, "comparison": comparison}
+    return {
+        **TUNE,
+        "devices": {
+            "chosen": chosen,
+            "reason": "" if chosen > 1 else "one device is faster here",
+            "trials": [{**trial, "baseline_seconds": 0.1, "candidate_seconds": 0.0625}],
+            "comparison": comparison,
+            "baseline_seconds": 0.1,
+            "candidate_seconds": 0.0625,
+            "proof": {"verdict": "equal to rounding", "steps": 40},
+        },
+    }
+
+
+def test_several_devices_that_were_chosen_are_the_verdict() -> None:
+    text = Page(rendered({"tune": on_devices(2)})).text
+    assert "1.60 times as fast on 2 devices" in text
+    assert "equal to rounding over 40 steps" in text
+    assert "×1.20 to ×1.90" in text
+
+
+def test_one_device_that_was_chosen_keeps_its_own_verdict() -> None:
+    text = Page(rendered({"tune": on_devices(1)})).text
+    assert "on 2 devices" not in text
+    assert "one device is faster here" in text
 
 
 def test_large_documents_make_a_small_page() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from flatout.script.entry import Target
+from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded, explain_end
 from flatout.script.trial.process import Starts, TrialProcess, TrialSetup
+from flatout.tuning.numerics import Numerics
 
 LOOP = """
 import os, sys, torch
@@ -140,6 +142,22 @@ def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_
     assert "pass --allow-network" in str(explain_end(ended.value, "train.py"))
 
 
+def test_a_failure_is_said_without_dangling_marks() -> None:
+    error = "Traceback:\n  File x\nValueError: boom\n"
+    said = str(explain_end(TrialEnded(1, error, 0), "exc.py"))
+    assert said == "exc.py failed by itself: ValueError: boom\n" + error.strip()
+    assert "without any lever: ValueError" in str(explain_end(TrialEnded(1, error, 0), "exc.py", levers=True))
+    assert "lever" not in str(explain_end(TrialEnded(3, "", 2), "exc.py"))
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "by_itself"),
+    [(0, "", True), (7, "", True), (1, "Traceback (most recent call last):\nKeyError: 1\n", False), (-9, "", False)],
+)
+def test_a_script_comes_to_its_end_with_any_exit_code(status: int, error: str, by_itself: bool) -> None:
+    assert TrialEnded(status, error, 50).by_itself == by_itself
+
+
 @pytest.mark.parametrize(
     ("error", "headline"),
     [
@@ -225,3 +243,36 @@ def test_a_peak_is_never_that_of_an_epochs_short_last_batch(tmp_path: Path) -> N
         for _ in range(5):  # epochs of five steps: one of them starts at each
             peaks.add(trial.peak([]).peak_bytes)
     assert len(peaks) == 1
+
+
+GAN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+critic = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+of_critic = torch.optim.Adam(critic.parameters(), 1e-2)
+of_generator = torch.optim.Adam(generator.parameters(), 1e-2)
+for step in range(40):
+    fake = generator(torch.randn(8, 4))
+    of_critic.zero_grad()
+    (critic(fake.detach()).mean() - critic(torch.randn(8, 3)).mean()).backward()
+    of_critic.step()  # the graph of `fake` is alive, and its weights must not change
+    of_generator.zero_grad()
+    (-critic(fake).mean()).backward()
+    of_generator.step()
+"""
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_script_first_waits_for_commands_where_no_graph_of_a_later_backward_pass_is_alive(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GAN)
+    setup = TrialSetup(target=Target.from_command([str(tmp_path / "train.py")]), work_folder=tmp_path).sharing(tmp_path)
+    reference = NumericsRequest(steps=6, role="reference", folder=str(tmp_path), checks=(0, 2, 4))
+    nudged = replace(reference, role="checked", nudge="rounding")
+    for request in (reference, nudged):
+        with TrialProcess(setup) as trial:
+            trial.start(120)
+            found = Numerics.from_answer(trial.numerics([], request))
+    assert found.steps == 6
+    assert [one.step for one in found.checks] == [0, 2, 4]

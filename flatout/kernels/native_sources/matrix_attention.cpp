@@ -1,7 +1,9 @@
-// Attention for training, on matrix units: softmax(queries keys^T scale + mask) values, and its gradients.
+// Attention on matrix units: softmax(queries keys^T scale + mask) values, and its gradients for training.
 //
 // A task is one head of one sample. 32 queries meet all their keys at a time: their scores, 32 x keys, are all that is
 // kept of the matrix of weights. The gradients compute them again from the logarithms of the rows' sums.
+//
+// Many sequences may lie in one row of tokens (inference): then a task is one head of one sequence.
 
 #include <omp.h>
 
@@ -38,7 +40,7 @@ struct Attention {
   Heads queries, keys, values, out;
   Heads of_out, of_queries, of_keys, of_values;  // gradients
   Mask mask;
-  float* log_sums;  // [samples, heads, queries]
+  float* log_sums;  // [samples, heads, queries]; null: not wanted
   int64_t samples, heads, query_count, key_count, features, value_features;
   float scale;
   int64_t causal;
@@ -51,6 +53,13 @@ inline Side rows_of(const Heads& heads, int64_t s, int64_t h, int64_t tokens, in
 inline Side columns_of(const Heads& heads, int64_t s, int64_t h, int64_t tokens, int64_t features) {
   return {reinterpret_cast<const char*>(heads.at(s, h)), kBfloat16, 1, heads.token, features, tokens};
 }
+
+// Zeros, then -inf: 32 of them from number 32 - n on leave n scores as they are.
+struct Border {
+  float values[2 * kSide] = {};
+  Border() { std::fill_n(values + kSide, kSide, -INFINITY); }
+};
+const Border kNothingBehind;
 
 // What one head of one sample needs, and this thread's memory for it.
 class Head {
@@ -101,7 +110,8 @@ class Head {
         }
         const float sum = total.sum();
         inverse[i] = sum == 0.0f ? 0.0f : 1.0f / sum;  // a query that may attend to nothing
-        job_.log_sums[(s * job_.heads + h) * job_.query_count + row] = sum == 0.0f ? INFINITY : most + std::log(sum);
+        if (job_.log_sums != nullptr)
+          job_.log_sums[(s * job_.heads + h) * job_.query_count + row] = sum == 0.0f ? INFINITY : most + std::log(sum);
       }
       for (int64_t step = 0; step < value_steps_; ++step) {
         multiply(weights, values + step * key_strips_ * kStep, blocks, sums, false);
@@ -211,15 +221,13 @@ class Head {
     const int64_t first = block * kSide;
     const Line scaled = Line::load(scores) * Line::all(job_.scale);
     const int64_t end = job_.causal ? std::min(job_.key_count, row + 1) : job_.key_count;
-    if (end >= first + kSide && job_.mask.data == nullptr) return scaled;
+    const int64_t real = std::max<int64_t>(0, std::min(kSide, end - first));
+    if (job_.mask.data == nullptr) return real == kSide ? scaled : scaled + Line::load(kNothingBehind.values + kSide - real);
     float line[kSide];
     scaled.store(line);
-    const int64_t real = std::max<int64_t>(0, std::min(kSide, end - first));
-    if (job_.mask.data != nullptr) {
-      const Mask& mask = job_.mask;
-      const int64_t place = s * mask.sample + h * mask.head + row * mask.query + first * mask.key;
-      for (int64_t c = 0; c < real; ++c) line[c] += mask.at(place + c * mask.key);
-    }
+    const Mask& mask = job_.mask;
+    const int64_t place = s * mask.sample + h * mask.head + row * mask.query + first * mask.key;
+    for (int64_t c = 0; c < real; ++c) line[c] += mask.at(place + c * mask.key);
     for (int64_t c = real; c < kSide; ++c) line[c] = -INFINITY;
     return Line::load(line);
   }
@@ -257,9 +265,33 @@ void each_head(const Attention& job, const Use& use) {
   }
 }
 
+// The same for `length` tokens of a row, from token `start` on.
+inline Attention sequence_of(const Attention& row, int64_t start, int64_t length) {
+  Attention part = row;
+  for (Heads* heads : {&part.queries, &part.keys, &part.values, &part.out}) heads->data += start * heads->token;
+  part.query_count = part.key_count = length;
+  return part;
+}
+
+void each_sequence(const Attention& row, const int64_t* starts, const int64_t* lengths, int64_t count) {
+  has_matrix_units();
+#pragma omp parallel num_threads(row.threads)
+  {
+    Tiles tiles;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < count * row.heads; ++task) {
+      const int64_t sequence = task / row.heads;
+      const Attention part = sequence_of(row, starts[sequence], lengths[sequence]);
+      Head(part).forward(0, task % row.heads);
+    }
+  }
+}
+
 }  // namespace flatout
 
 extern "C" {
+
+int64_t flatout_has_matrix_units() { return flatout::has_matrix_units() ? 1 : 0; }
 
 void flatout_attention(const flatout::Attention* job) {
   flatout::each_head(*job, [](flatout::Head& head, int64_t s, int64_t h) { head.forward(s, h); });
@@ -267,5 +299,9 @@ void flatout_attention(const flatout::Attention* job) {
 
 void flatout_attention_gradients(const flatout::Attention* job) {
   flatout::each_head(*job, [](flatout::Head& head, int64_t s, int64_t h) { head.backward(s, h); });
+}
+
+void flatout_packed_attention(const flatout::Attention* row, const int64_t* starts, const int64_t* lengths, int64_t count) {
+  flatout::each_sequence(*row, starts, lengths, count);
 }
 }

@@ -1,8 +1,9 @@
-"""Operators for training in bf16 on the CPU's matrix units: linear layers, attention and GELU, as operators of torch.
+"""Operators in bf16 on the CPU's matrix units: linear layers, attention and GELU, as operators of torch.
 
-    torch.ops.flatout.linear       x weight^T + bias
-    torch.ops.flatout.attention    softmax(q k^T scale + mask) v
-    torch.ops.flatout.gelu_tanh    x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2
+    torch.ops.flatout.linear              x weight^T + bias
+    torch.ops.flatout.attention           softmax(q k^T scale + mask) v
+    torch.ops.flatout.packed_attention    the same within each of many sequences that lie in one row; no gradients
+    torch.ops.flatout.gelu_tanh           x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2
 
 Registered with their shapes, gradients and numbers of operations, so torch.compile, autograd, forecasts and FLOP
 counters see them like torch's own. None can be differentiated twice.
@@ -11,6 +12,7 @@ counters see them like torch's own. None can be differentiated twice.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from flatout.errors import UsageError
 from flatout.kernels.matrix_units import ELEMENTS, product, sums_of_columns
 from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
@@ -29,6 +32,8 @@ _DEFINITIONS.define("linear_gradients(Tensor gradient, Tensor x, Tensor weight, 
 _ATTENTION = "Tensor queries, Tensor keys, Tensor values, Tensor? mask, bool causal, float scale"
 _DEFINITIONS.define(f"attention({_ATTENTION}) -> (Tensor, Tensor)")
 _DEFINITIONS.define(f"attention_gradients(Tensor gradient, Tensor out, Tensor log_sums, {_ATTENTION}) -> Tensor[]")
+_PACKED = "Tensor queries, Tensor keys, Tensor values, int[] lengths, bool causal, float scale"
+_DEFINITIONS.define(f"packed_attention({_PACKED}) -> Tensor")
 _DEFINITIONS.define("gelu_tanh(Tensor x) -> Tensor")
 _DEFINITIONS.define("gelu_tanh_gradient(Tensor gradient, Tensor x) -> Tensor")
 
@@ -136,7 +141,7 @@ def _linear_gradients_flops(
 
 
 class _HeadsStruct(ctypes.Structure):
-    """`Heads` of native_sources/training_attention.cpp."""
+    """`Heads` of native_sources/matrix_attention.cpp."""
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("sample", "head", "token")))
 
@@ -200,7 +205,7 @@ def _attention(
     out, log_sums = _fake_attention(queries, keys, values, mask, causal, scale)
     if out.numel():
         job = _attention_job(queries, keys, values, out, log_sums, mask, causal, scale)
-        library_or_error("training_attention").flatout_attention(ctypes.byref(job))
+        library_or_error("matrix_attention").flatout_attention(ctypes.byref(job))
     return out, log_sums
 
 
@@ -222,7 +227,7 @@ def _attention_gradients(
         return [one.zero_() for one in made]
     job = _attention_job(queries, keys, values, out, log_sums, mask, causal, scale)
     job.of_out, job.of_queries, job.of_keys, job.of_values = map(_heads, (gradient, *made))
-    library_or_error("training_attention").flatout_attention_gradients(ctypes.byref(job))
+    library_or_error("matrix_attention").flatout_attention_gradients(ctypes.byref(job))
     return made
 
 
@@ -264,7 +269,7 @@ def _attention_job(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    log_sums: Tensor,
+    log_sums: Tensor | None,
     mask: Tensor | None,
     causal: bool,
     scale: float,
@@ -274,7 +279,7 @@ def _attention_job(
     if mask is not None:
         spread = mask.expand(samples, heads, tokens, keys.shape[2])
         job.mask = _MaskStruct(mask.data_ptr(), MASK_KINDS[mask.dtype], *spread.stride())
-    job.log_sums, job.scale, job.causal = log_sums.data_ptr(), scale, causal
+    job.log_sums, job.scale, job.causal = pointer(log_sums), scale, causal
     job.samples, job.heads, job.query_count, job.key_count = samples, heads, tokens, keys.shape[2]
     job.features, job.value_features = features, values.shape[-1]
     job.threads = torch.get_num_threads()
@@ -325,6 +330,69 @@ def _attention_gradients_flops(
 ) -> int:
     """Five products instead of two: the scores are computed again, as torch counts it."""
     return _attention_flops(queries, keys, values) * 5 // 2
+
+
+def packed_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Sequence[int],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention within each of the sequences that lie one after another: bf16 [1, heads, tokens, features].
+
+    keys and values: of the same tokens. lengths: of the sequences; tokens behind the last one get zeros.
+    """
+    operator: Callable[..., Tensor] = torch.ops.flatout.packed_attention
+    factor = 1 / math.sqrt(queries.shape[-1]) if scale is None else scale
+    return operator(queries, keys, values, lengths, causal, factor)
+
+
+@torch.library.impl(_DEFINITIONS, "packed_attention", "CPU")
+def _packed_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, lengths: Sequence[int], causal: bool, scale: float
+) -> Tensor:
+    if sum(lengths) > queries.shape[2]:
+        raise UsageError(f"the lengths sum up to {sum(lengths)}", limit=f"the row has {queries.shape[2]} tokens")
+    queries, keys, values = (_with_rows(one) for one in (queries, keys, values))
+    out = _tokens_first(queries, values.shape[-1])
+    starts = [0, *itertools.accumulate(lengths)]
+    out[:, :, starts[-1] :] = 0
+    if out.numel():
+        job = _attention_job(queries, keys, values, out, None, None, causal, scale)
+        numbers = ctypes.c_int64 * len(lengths)
+        library_or_error("matrix_attention").flatout_packed_attention(
+            ctypes.byref(job), numbers(*starts[:-1]), numbers(*lengths), ctypes.c_int64(len(lengths))
+        )
+    return out
+
+
+torch.library.register_fake(
+    "flatout::packed_attention",
+    lambda queries, keys, values, *_: _tokens_first(queries, values.shape[-1]),
+    lib=_DEFINITIONS,
+)
+
+
+def _no_gradient(ctx: _Context, gradient: Tensor) -> None:
+    raise UsageError("packed_attention has no gradient", limit="it is for inference", remedy="use attention")
+
+
+torch.library.register_autograd("flatout::packed_attention", _no_gradient, lib=_DEFINITIONS)
+
+
+@register_flop_formula(torch.ops.flatout.packed_attention)
+def _packed_attention_flops(
+    queries: Sequence[int],
+    keys: Sequence[int],
+    values: Sequence[int],
+    lengths: Sequence[int],
+    *_: object,
+    **__: object,
+) -> int:
+    return 2 * queries[1] * sum(length * length for length in lengths) * (queries[3] + values[3])
 
 
 # GELU

@@ -17,14 +17,15 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.environment import cpp_compiler
+from flatout.errors import UsageError
 from flatout.kernels import linear_cross_entropy as loss_module
-from flatout.kernels import linear_loss, matrix_units, training_operators
+from flatout.kernels import linear_loss, matrix_units, operators
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 from flatout.kernels.native import SOURCES, native
-from flatout.kernels.training_operators import attention, gelu_tanh, linear
+from flatout.kernels.operators import attention, gelu_tanh, linear, packed_attention
 
 FP32, BF16 = torch.float32, torch.bfloat16
-LIBRARIES = ("linear", "linear_loss", "training_attention", "activation")
+LIBRARIES = ("linear", "linear_loss", "matrix_attention", "activation")
 OPERATORS: Any = torch.ops.flatout
 
 pytestmark = pytest.mark.skipif(native("linear").library is None, reason=native("linear").reason)
@@ -48,7 +49,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     kept = {name: built(name) for name in LIBRARIES}
     patch = pytest.MonkeyPatch()
-    for module in (linear_loss, matrix_units, training_operators):
+    for module in (linear_loss, matrix_units, operators):
         patch.setattr(module, "library_or_error", kept.__getitem__)
     yield
     patch.undo()
@@ -188,6 +189,43 @@ def test_attention(case: tuple[Any, ...], tokens_first: bool) -> None:
     assert_close(v.grad, v64.grad, BF16, "gradient of the values")
 
 
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 33, 64, 20], [100, 7, 40], [129]], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("behind", [0, 6])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_attention_within_sequences_of_one_row(
+    lengths: list[int], causal: bool, behind: int, tokens_first: bool
+) -> None:
+    tokens = sum(lengths) + behind
+    torch.manual_seed(tokens)
+
+    def made(width: int) -> Tensor:
+        shape = (1, tokens, 3, width) if tokens_first else (1, 3, tokens, width)
+        found = torch.randn(shape).to(BF16)
+        return found.transpose(1, 2) if tokens_first else found
+
+    parts = made(40), made(40), made(24)
+    found = packed_attention(*parts, lengths, causal=causal)
+    for start, length in zip([0, *itertools.accumulate(lengths)], lengths, strict=False):
+        q, k, v = (exact(part[:, :, start : start + length]) for part in parts)
+        expected = functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        assert_close(found[:, :, start : start + length], expected, BF16, f"sequence of {length} tokens")
+    assert not found[:, :, sum(lengths) :].any()
+
+
+def test_sequences_longer_than_their_row_are_refused() -> None:
+    parts = (torch.randn(1, 2, 9, 16).to(BF16) for _ in range(3))
+    with pytest.raises(UsageError, match="the lengths sum up to 10; the row has 9 tokens"):
+        packed_attention(*parts, [4, 6])
+
+
+def test_attention_within_sequences_has_no_gradient() -> None:
+    q, k, v = (torch.randn(1, 2, 9, 16).to(BF16).requires_grad_() for _ in range(3))
+    with pytest.raises(UsageError, match="packed_attention has no gradient"):
+        packed_attention(q, k, v, [4, 5]).sum().backward()
+
+
 def test_a_query_that_may_attend_to_nothing_gets_zeros() -> None:
     q, k, v = (torch.randn(1, 1, 40, 16).to(BF16).requires_grad_() for _ in range(3))
     mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
@@ -306,6 +344,7 @@ def test_torch_finds_the_operators_sound() -> None:
         (OPERATORS.linear.default, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())),
         (OPERATORS.linear.default, (x, weight, None)),
         (OPERATORS.gelu_tanh.default, (torch.randn(40, requires_grad=True),)),
+        (OPERATORS.packed_attention.default, (q.detach(), k.detach(), v.detach(), [4, 3], True, 0.25)),
         (OPERATORS.attention.default, (*(one.requires_grad_() for one in (q, k, v)), None, True, 0.25)),
     ):
         torch.library.opcheck(operator, arguments, atol=2e-2, rtol=2e-2)
@@ -339,6 +378,11 @@ def test_operations_are_counted_as_of_torchs_own() -> None:
 
     theirs = count(functional.linear, lambda q, k, v: (q @ k.transpose(-1, -2)) @ v)
     assert count(linear, attention) == theirs
+    with FlopCounterMode(display=False) as counter:
+        packed_attention(heads.detach(), heads.detach(), heads.detach(), [20])
+    with FlopCounterMode(display=False) as alone:
+        attention(heads.detach(), heads.detach(), heads.detach())
+    assert counter.get_total_flops() == alone.get_total_flops()
 
 
 def test_the_loss_keeps_torchs_way_where_there_are_no_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,65 @@
+"""The record of a process that trains, in a file that another process reads: every few seconds, and at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+from flatout.script.own_modules import own_imports
+from flatout.script.process_record import Place, ProcessRecord, place_now, process_record
+from flatout.script.runner import Runner
+from flatout.whole_files import PRIVATE, written_whole
+
+PREFIX = "process-"
+WRITE_EVERY_SECONDS = 2.0
+MOST_PROCESSES, LARGEST_BYTES = 4096, 1 << 20
+
+
+class RecordFile:
+    """Of this process. No error in here reaches the script."""
+
+    def __init__(self, folder: Path, name: str, runner: Runner, place: Place | None = None) -> None:
+        """name: of the process, among those that keep their records in this folder. place: among its ranks."""
+        self._path, self._runner, self._pid = folder / f"{PREFIX}{name}.json", runner, os.getpid()
+        self._place = place or Place()
+        """The last one known: a script destroys its process group before it ends."""
+        self._started_at, self._next = time.time(), 0.0
+        self._ended = False
+        runner.at_second.append(self._second)
+
+    def _second(self, now: float) -> None:
+        if now >= self._next and os.getpid() == self._pid:
+            self._next = now + WRITE_EVERY_SECONDS
+            with own_imports():
+                self._write()
+
+    def end(self) -> None:
+        """Training has ended. Safe to call twice, and from a forked child (where it does nothing)."""
+        if self._ended or os.getpid() != self._pid:
+            return
+        self._ended = True
+        with own_imports(), contextlib.suppress(Exception):
+            self._runner.ended()
+            self._write()
+
+    def _write(self) -> None:
+        if not self._runner.record.steps:
+            return
+        with contextlib.suppress(Exception):
+            self._place = place_now(self._place)
+            record = process_record(self._runner, place=self._place, started_at=self._started_at, ended=self._ended)
+            with written_whole(self._path, mode=PRIVATE, durable=False) as temporary:
+                temporary.write_text(json.dumps(record.to_json(), allow_nan=False), encoding="utf-8")
+
+
+def read_records(folder: Path) -> list[ProcessRecord]:
+    """Those that can be read; a process that was killed while it wrote leaves its previous one."""
+    records: list[ProcessRecord] = []
+    for path in sorted(folder.glob(f"{PREFIX}*.json"))[:MOST_PROCESSES]:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if path.stat().st_size <= LARGEST_BYTES:
+                records.append(ProcessRecord.from_json(json.loads(path.read_text(encoding="utf-8"))))
+    return records

@@ -1,0 +1,105 @@
+"""A trial's process that is one of several ranks: at the end of each step it waits for a command, and all ranks get the
+same. The parent's end of all of them is `flatout.tuning.ranks.group`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import NoReturn, TextIO
+
+from flatout.script.entry import Target, execute
+from flatout.script.trial.isolated_child import Answer, ended_answer
+from flatout.script.trial.session import Session
+
+COMMANDS, ANSWERS = "commands-", "answers-"
+"""Before the number of a rank: its pipes, in the folder of the trial."""
+
+
+class CommandedRank:
+    """The process of one rank, as a session sees it."""
+
+    torch_hooks: Sequence[Callable[[ModuleType], object]] = ()
+
+    def __init__(self, folder: Path, number: Callable[[], int], target: Target) -> None:
+        """number: which of the ranks it is, as far as that is known when it first answers."""
+        self.target = target
+        self._folder, self._number, self._owner = folder, number, os.getpid()
+        self._ended = False
+        self._error = ""
+
+    # Their parent holds both ends of each pipe, so nobody who opens one waits.
+
+    @cached_property
+    def _commands(self) -> TextIO:
+        return open(self._folder / f"{COMMANDS}{self._number()}", encoding="utf-8")
+
+    @cached_property
+    def _answers(self) -> TextIO:
+        return open(self._folder / f"{ANSWERS}{self._number()}", "w", encoding="utf-8")
+
+    def read(self) -> str:
+        """The next command; '' where the parent has ended."""
+        return self._commands.readline()
+
+    def write(self, answer: Answer) -> None:
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            try:
+                callback()
+            except Exception as error:
+                traceback.print_exc()
+                self.write({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
+                self._leave(1)
+
+        return call
+
+    def leave(self) -> NoReturn:
+        """At once: all ranks are told so after the same step, so none waits in an exchange."""
+        self._leave(0)
+
+    def run(self, session: Session, end: Callable[[int], int] = lambda status: status) -> int:
+        """The script, to its end; the exit status of the rank. end: what this process still does, given the script's
+        status, and returns the rank's."""
+        sys.excepthook = self._failed
+        status = execute(self.target)
+        if self._error:  # first, as this process is ended once another rank has learned of it and left
+            self._write_end(session, status)
+            return end(status)
+        status = end(status)
+        self._write_end(session, status)
+        return status
+
+    def end(self, session: Session) -> None:
+        """This process, which the script has started, ends: how, that process does not know. Safe to call twice, and
+        from a forked child (where it does nothing)."""
+        if self._ended or os.getpid() != self._owner:
+            return
+        self._ended = True
+        with contextlib.suppress(OSError, ValueError):
+            self._write_end(session, None)
+
+    def _write_end(self, session: Session, status: int | None) -> None:
+        if (found := session.ended()) is not None:
+            self.write(found)
+        watch = session.watch
+        self.write(ended_answer(status, self._error, steps=watch.steps, script_steps=watch.finder.steps))
+
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._error = "".join(traceback.format_exception(kind, error, trace))
+        sys.stderr.write(self._error)
+
+    def _leave(self, status: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)

@@ -1,0 +1,44 @@
+"""The process of a script that starts the ranks itself: `flatout.tuning.ranks.script`. They, and this process where it
+trains too, take commands (`rank_child.follow`); it says how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from flatout.script.entry import execute
+from flatout.script.following import follow_children, follow_here
+from flatout.script.trial.isolated_child import ended_answer
+from flatout.script.trial.rank_child import rank_settings
+from flatout.whole_files import written_whole
+
+END = "script-end.json"
+"""How it ended: an answer, in the folder of the trial."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """arguments: the folder of the trial."""
+    folder, error = Path(arguments[0]), ""
+
+    def failed(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        nonlocal error
+        error = "".join(traceback.format_exception(kind, raised, trace))
+        sys.stderr.write(error)
+
+    sys.excepthook = failed
+    _, target = rank_settings(folder)
+    follow_children(folder)
+    follow_here(folder)
+    status = execute(target)
+    with written_whole(folder / END, durable=False) as temporary:
+        temporary.write_text(json.dumps(ended_answer(status, error)), encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""A trial that is a group of ranks: each has a pipe for commands and one for answers, and gets the same commands.
+
+Ranks wait for them at the end of a step, so that they use no core while another trial is timed. What the first rank
+timed counts: in each step it waits for the others, in the exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flatout.errors import TrialError
+from flatout.levers.lever import Choice
+from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
+from flatout.script.trial.commanded_rank import ANSWERS, COMMANDS
+from flatout.script.trial.commands import CommandedTrial
+from flatout.script.trial.messages import Command
+from flatout.script.trial.process import START_TIMEOUT_SECONDS, STOP_POLL_SECONDS, TrialSetup, cpu_seconds
+from flatout.search.deadline import BudgetSpent
+from flatout.tuning.ranks.answers import as_one
+from flatout.tuning.ranks.job import JobRequest, RanksJob
+
+SCRIPT = -1
+"""In place of a rank: the process of a script that starts its ranks itself."""
+REASON_SECONDS = 15.0
+"""After a rank has ended: until the others have, and the reason is there."""
+
+
+class RankGroup(CommandedTrial):
+    """One group of `count` ranks."""
+
+    def __init__(self, setup: TrialSetup, count: int, choices: Sequence[Choice] = (), *, label: str = "ranks") -> None:
+        super().__init__(setup, choices, label=label)
+        self.count = count
+        self.folder = Path()
+        """What the ranks read and write; it outlives them."""
+        self.ready: Sequence[Any] = ()  # JSON
+        """What each rank said at the end of its first step."""
+        self._job: RanksJob | None = None
+        self._spawned_at = 0.0
+        self._commands: list[int] = []
+        self._answers: list[int] = []
+        self._buffers: list[bytes] = []
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self) -> JobRequest:
+        """Write what the ranks are told into `folder`; returns how to start them."""
+        raise NotImplementedError
+
+    def refusal(self) -> TrialError | None:
+        """Why the ranks did not go on, where they ended without an error of the script; None: they do not say."""
+        return None
+
+    def check(self, answer: Any) -> None:  # JSON
+        """Raise where this answer of a rank shows that the others need not be awaited."""
+
+    @property
+    def alive(self) -> bool:
+        return self._job is not None and self._job.alive
+
+    def spawn(self) -> None:
+        """Begin to start without waiting; `start` must follow."""
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
+        request = self.prepare()
+        self._commands = [_pipe(self.folder / f"{COMMANDS}{rank}") for rank in range(self.count)]
+        self._answers = [_pipe(self.folder / f"{ANSWERS}{rank}") for rank in range(self.count)]
+        self._buffers = [b""] * self.count
+        self._spawned_at = time.perf_counter()
+        self._job = RanksJob(self.folder, request)
+
+    def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
+        """Wait for the end of every rank's first recognized step. Raises TrialEnded where the script ends first, and
+        what `refusal` says."""
+        if self.interruptible and self._has_passed():
+            raise BudgetSpent(self.deadline)
+        if self._job is None:
+            self.spawn()
+        assert self._job is not None
+        self.ready = self._answered(timeout_seconds, interruptible=False)
+        self.start_seconds = self.startup_seconds = time.perf_counter() - self._spawned_at
+        self.waiting_seconds = max(0.0, self.start_seconds - cpu_seconds(self._job.pid))
+
+    def close(self) -> None:
+        """End the ranks and whatever they started. The log stays."""
+        if self._job is None:
+            return
+        self._job.close()
+        for pipe in (*self._commands, *self._answers):
+            with contextlib.suppress(OSError):
+                os.close(pipe)
+        self._job, self._commands, self._answers = None, [], []
+
+    def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
+        for rank in reversed(range(self.count)):  # the first rank, which takes the time, begins last
+            os.write(self._commands[rank], (json.dumps(_for_rank(command, rank)) + "\n").encode())
+        return as_one(self._answered(timeout_seconds, interruptible=self.interruptible))
+
+    def _answered(self, timeout_seconds: float, *, interruptible: bool) -> list[Any]:  # JSON
+        """One answer of each rank. Raises where a rank has ended, or does not answer."""
+        until = time.monotonic() + timeout_seconds
+        found: dict[int, Any] = {}
+        while len(found) < self.count:
+            missing = [rank for rank in range(self.count) if rank not in found]
+            arrived = self._read(until, missing, interruptible=interruptible)
+            if not arrived and time.monotonic() > until:
+                raise TrialHangs(timeout_seconds)
+            for rank, answer in arrived:
+                self.check(answer)
+                found[rank] = answer
+            fault = next((answer["reason"] for _, answer in arrived if answer["event"] == "fault"), None)
+            if fault is not None:
+                raise TrialFault(fault)
+            if ended := {rank: answer for rank, answer in arrived if answer["event"] == "ended"}:
+                self._explain_end(ended)
+        return [found[rank] for rank in range(self.count)]
+
+    def _read(self, until: float, missing: Sequence[int], *, interruptible: bool) -> list[tuple[int, Any]]:
+        """What has arrived from these ranks within a moment."""
+        assert self._job is not None
+        left = until - time.monotonic()
+        patience = min(left, self.deadline.grace_seconds_left) if self.deadline and interruptible else left
+        pipes = [self._answers[rank] for rank in missing]
+        alive = self._job.alive  # before we look: what a rank wrote before its end is there
+        ready, _, _ = select.select(pipes, [], [], min(max(0.0, patience), STOP_POLL_SECONDS))
+        if self.deadline is not None and self.deadline.stopped:
+            raise BudgetSpent(self.deadline)
+        if not ready and interruptible and self._has_passed():
+            raise BudgetSpent(self.deadline)
+        if not ready and not alive:
+            self._explain_death()
+        arrived = []
+        for rank in missing:
+            if self._answers[rank] in ready:
+                self._buffers[rank] += os.read(self._answers[rank], 1 << 16)
+            line, newline, rest = self._buffers[rank].partition(b"\n")
+            if newline:
+                self._buffers[rank] = rest
+                arrived.append((rank, json.loads(line)))
+        return arrived
+
+    def _explain_end(self, ended: dict[int, Any]) -> NoReturn:  # JSON
+        """These ranks have ended. One that failed by itself says so; else another one, or the run, says why."""
+        assert self._job is not None
+        if any(answer["status"] != 0 for answer in ended.values()) and not _failed(ended):
+            self._job.ended_within(REASON_SECONDS)
+            ended |= self.ends_of_others(ended)
+            if not _failed(ended) and (refusal := self.refusal()) is not None:
+                raise refusal
+        rank = next(iter(_failed(ended) or ended))
+        end, steps = ended[rank], max(answer["steps"] for answer in ended.values())
+        where = f"rank {rank}" if rank != SCRIPT else ""
+        script_steps = max(answer["script_steps"] for answer in ended.values())
+        raise TrialEnded(end["status"] or 0, end["error"], steps, where, script_steps=script_steps)
+
+    def ends_of_others(self, known: Collection[int]) -> dict[int, Any]:  # JSON
+        """Of the other ranks that have said how they ended, what they said."""
+        found = {}
+        for rank in range(self.count):
+            ready, _, _ = select.select([self._answers[rank]], [], [], 0)
+            if rank not in known and ready:
+                self._buffers[rank] += os.read(self._answers[rank], 1 << 16)
+            for line in self._buffers[rank].splitlines():
+                with contextlib.suppress(ValueError):
+                    answer = json.loads(line)
+                    if answer["event"] == "ended":
+                        found[rank] = answer
+        return found
+
+    def _explain_death(self) -> NoReturn:
+        """All ranks are gone, and have not answered."""
+        assert self._job is not None
+        if (refusal := self.refusal()) is not None:
+            raise refusal
+        if ended := self.ends_of_others(()):
+            self._explain_end(ended)
+        self._job.result(lambda: True)  # raises what its process could not do
+        raise TrialDied(self._job.status)
+
+
+def _failed(ended: dict[int, Any]) -> list[int]:  # JSON
+    """The ranks whose script raised."""
+    return [rank for rank, answer in ended.items() if answer["error"]]
+
+
+def _for_rank(command: Command, rank: int) -> Command:
+    """What is recorded of a rank is in a folder of its own."""
+    request = command.get("request")
+    if request is None or not request["folder"]:
+        return command
+    folder = Path(str(request["folder"])) / f"rank-{rank}"
+    folder.mkdir(exist_ok=True)
+    return {**command, "request": {**request, "folder": str(folder)}}
+
+
+def _pipe(path: Path) -> int:
+    """A named pipe, open at both ends: nobody who opens it waits, and it ends with us."""
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,0 +1,113 @@
+"""A process that goes through the windows of a profile and trains on: the others wait for it in their collectives."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from flatout.script import communication_calls, profile_watch
+from flatout.script.following import PROFILE, _follow_into
+from flatout.script.profile_trial import command_of, full
+from flatout.script.profiled_rank import ProfiledRank
+from flatout.script.rank_answers import SETTINGS, RankAnswer, RankWatch, write_settings
+
+Steps = Callable[[int], None]
+
+
+@pytest.fixture(params=[0, 1])
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of two, as far as we are told; its group has itself alone, so nobody is waited for."""
+    number: int = request.param
+    for module in (communication_calls, profile_watch):
+        monkeypatch.setattr(module, "ranks_together", lambda: (number, 2))
+        monkeypatch.setattr(module, "compile_was_asked_for", lambda: False)  # by a test before
+    return number
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
+    monkeypatch.setattr(atexit, "register", lambda call: None)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+    yield run
+    distributed.destroy_process_group()
+
+
+def told(folder: Path, **changes: Any) -> Path:
+    command = command_of(full(2), None, folder) | {"behaviour": False, **changes}
+    write_settings(folder, {"command": command, "target": {"path": "train.py", "module": None, "arguments": []}})
+    return folder
+
+
+def answer_of(folder: Path) -> RankAnswer | None:
+    return next(iter(RankWatch(folder).answers()), None)
+
+
+def test_it_answers_after_the_same_steps_on_each_rank_and_trains_on(rank: int, steps: Steps, tmp_path: Path) -> None:
+    ProfiledRank(told(tmp_path))
+    counted = 0
+    while answer_of(tmp_path) is None:
+        steps(1)
+        counted += 1
+        assert counted < 60
+    assert counted == 3 + 15 + 1 + 1 + 2  # warm-up, timed, followed, settling, profiled; one more where it is found
+    steps(3)
+    answer = answer_of(tmp_path)
+    assert answer is not None
+    assert (answer["rank"], answer["ranks"], answer["fault"]) == (rank, 2, "")
+    assert answer["record"]["steps"] == 15
+    exposed: Any = answer["record"]["exposed_seconds"]
+    assert exposed > 0
+    profile: Any = answer["profile"]["profile"]
+    assert (profile["steps"], profile["timed_steps"]) == (2, 15)
+    exchanged = profile["communication"]
+    assert [one["name"] for one in exchanged["collectives"]] == ["gloo:all_reduce"]
+    assert exchanged["exposed_seconds"] + exchanged["overlapped_seconds"] == pytest.approx(exchanged["total_seconds"])
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_defect_of_ours_is_told_and_leaves_the_script_alone(
+    steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(profile_watch.ProfileWatch, "_begin_following", broken)
+    ProfiledRank(told(tmp_path))
+    steps(25)
+    answer = answer_of(tmp_path)
+    assert answer is not None
+    assert answer["fault"] == "ValueError: planted"
+    assert "planted" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_process_that_ends_early_says_what_it_saw(steps: Steps, tmp_path: Path) -> None:
+    process = ProfiledRank(told(tmp_path))
+    steps(8)
+    process._at_exit()
+    answer = answer_of(tmp_path)
+    assert answer is not None
+    assert (answer["profile"]["ended"], answer["profile"]["steps"]) == (True, 8)
+
+
+def test_the_folder_says_whether_a_process_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PROFILE == SETTINGS
+    followed = list[Path]()
+    monkeypatch.setattr("flatout.script.profiled_rank.follow", followed.append)
+    _follow_into(told(tmp_path))
+    assert followed == [tmp_path]
