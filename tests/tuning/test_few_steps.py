@@ -437,7 +437,7 @@ def test_a_script_of_four_steps_with_closures_is_tuned(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SLEEPING)
     levers = f"{Path(__file__).parent / 'planted_levers.py'}:HELPING"
-    result = tune_script(TuneRequest(target=Target(path="train.py"), budget_seconds=100, levers=levers), detect())
+    result = tune_script(TuneRequest(target=Target(path="train.py"), budget_seconds=200, levers=levers), detect())
     assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"]
     assert list(result.plan.choices()) == ["cudnn_benchmark"]
     assert result.proof is not None

@@ -158,7 +158,7 @@ def test_a_script_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "from flatout.levers.chunked_loss import ChunkedLoss\nFOR_MEMORY = (ChunkedLoss(),)\n"
     )
     levers = f"{tmp_path.parent / 'levers.py'}:FOR_MEMORY"
-    request = TuneRequest(target=Target(path="train.py"), budget_seconds=100, levers=levers, fit_bytes=10 * MIB)
+    request = TuneRequest(target=Target(path="train.py"), budget_seconds=300, levers=levers, fit_bytes=10 * MIB)
     found = tune_script(request, detect())
     assert found.plan.choices() == {"loss": "chunked"}
     assert found.proof is not None

@@ -96,7 +96,7 @@ def test_a_plan_that_asks_for_it_is_verified_with_its_bytes_though_it_is_slower(
     monkeypatch.setattr(verifier, "compare_in_fresh_processes", finding(0.8, verifier.compare_in_fresh_processes))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    request = TuneRequest(target=Target(path="train.py"), budget_seconds=100, only=(("loss", "chunked"),))
+    request = TuneRequest(target=Target(path="train.py"), budget_seconds=300, only=(("loss", "chunked"),))
     result = tune_script(request, detect())
     (trial,) = result.state.trials
     assert trial.outcome == "kept", trial.reason

@@ -46,7 +46,7 @@ def test_each_planted_lever_goes_for_its_own_reason(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     levers = f"{Path(__file__).parent / 'planted_levers.py'}:LEVERS"
-    request = TuneRequest(target=Target(path="train.py"), budget_seconds=100, levers=levers, hang_floor_seconds=5.0)
+    request = TuneRequest(target=Target(path="train.py"), budget_seconds=200, levers=levers, hang_floor_seconds=5.0)
     result = tune_script(request, detect())
     assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"]
     trials = {trial.label: trial for trial in result.state.trials}

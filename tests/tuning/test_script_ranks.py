@@ -386,7 +386,7 @@ def test_a_lever_that_is_wrong_in_one_rank_is_found_and_the_others_are_kept(
     Path("train.py").write_text(SCRIPT.format(steps=100_000, body="time.sleep(0.02)", sharded=sharded))
     Path("planted.py").write_text(PLANTED)
     request = TuneRequest(
-        target=Target(path="train.py"), budget_seconds=200.0, levers=f"{tmp_path / 'planted.py'}:LEVERS", ranks=2
+        target=Target(path="train.py"), budget_seconds=400.0, levers=f"{tmp_path / 'planted.py'}:LEVERS", ranks=2
     )
     found = tune_script(request, detect())
     outcomes = {trial.label: (trial.outcome, trial.reason) for trial in found.trials}
