@@ -68,14 +68,12 @@ class Heartbeat:
             _LAYOUT.pack_into(self._memory, 0, *said)
 
 
-def beat(step: int, *, inside: bool = False) -> None:
-    """Say that `step` steps are completed, or, inside, that the next one has begun. Does nothing without a launcher.
-
-    Cheap enough for every step; called by TrainStep.
-    """
-    found = _heartbeat()
-    if found is not None:
-        found.write(step, inside=inside)
+def heartbeat() -> Heartbeat | None:
+    """This process's, which TrainStep writes before and after each step; None without a launcher."""
+    if not _made:
+        path = environment.heartbeat_file()
+        _made.append(_opened(path) if path is not None else None)
+    return _made[0]
 
 
 def alive() -> None:
@@ -112,13 +110,6 @@ def name_process(path: Path, pid: int) -> None:
 
 _made: list[Heartbeat | None] = []
 """This process's, once it was asked for."""
-
-
-def _heartbeat() -> Heartbeat | None:
-    if not _made:
-        path = environment.heartbeat_file()
-        _made.append(_opened(path) if path is not None else None)
-    return _made[0]
 
 
 def _opened(path: Path) -> Heartbeat | None:

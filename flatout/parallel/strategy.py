@@ -47,6 +47,12 @@ class Strategy:
     close: Callable[[], None] = lambda: None
     """Undo what can be undone: a model that is sharded stays sharded."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Does this process compute all of a step itself, with nothing to exchange?"""
+        exchanges = self.calls_are_collective or self.after_backward is not None
+        return self.group is None and self.pipeline is None and not exchanges
+
 
 def group_or_none(group: ProcessGroup | None) -> ProcessGroup | None:
     """The group, if it has more than one rank."""

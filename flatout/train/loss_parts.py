@@ -61,16 +61,13 @@ class LossParts:
         return torch.where(total == 0, equal, weight / torch.where(total == 0, 1, total))
 
     def _add(self, figures: Mapping[str, Number], scale: Number | None, part: object) -> None:
-        import torch
-
         if scale is None:  # with a loss that sums, figures are weighted by the samples
             samples = batch_length(part) if len(self._weights) > 1 else 1
             before, self._samples = self._samples, self._samples + samples
             self.figures = {name: value * (before / self._samples) for name, value in self.figures.items()}
             scale = samples / self._samples
         for name, value in figures.items():
-            tensor = value.detach().squeeze() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            self.figures[name] = self.figures.get(name, 0.0) + scaled(tensor, scale)
+            self.figures[name] = self.figures.get(name, 0.0) + scaled(as_figure(value), scale)
 
 
 def on_host(value: Number) -> bool:
@@ -95,6 +92,13 @@ def figures_of(returned: Tensor | tuple[Tensor, Mapping[str, Number]]) -> tuple[
                 remedy="take its mean",
             )
     return returned[0], dict(returned[1])
+
+
+def as_figure(value: Number) -> Tensor:
+    """A detached tensor without dimensions."""
+    import torch
+
+    return value.detach().squeeze() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
 def scaled(value: Tensor, scale: Number) -> Tensor:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 STEPS_PER_READING = 32
 
-Place: TypeAlias = float | tuple[int, int]
-"""A value itself, or (group, place in it) among the copied tensors."""
+Place: TypeAlias = "float | Tensor | tuple[int, int]"
+"""A value itself, a tensor on the host, or (group, place in it) among the copied tensors."""
 
 K = TypeVar("K")
 
@@ -52,13 +52,15 @@ class Readings(Generic[K]):
         for key, values in self._held:
             places: list[Place] = []
             for value in values:
-                if isinstance(value, torch.Tensor):
+                if not isinstance(value, torch.Tensor):
+                    places.append(float(value))
+                elif value.is_cpu:
+                    places.append(value)
+                else:
                     kind = value.device, value.dtype
                     group = groups.setdefault(kind, [])
                     places.append((list(groups).index(kind), len(group)))
                     group.append(value.detach().reshape(()))
-                else:
-                    places.append(float(value))
             rows.append((key, places))
         self._held = []
         self._asked.append((rows, [_Copied(torch.stack(group)) for group in groups.values()]))
@@ -71,7 +73,13 @@ class Readings(Generic[K]):
             self._asked.popleft()
             found = [copy.values() for copy in copies]
             for key, places in rows:
-                self._take(key, [one if isinstance(one, float) else found[one[0]][one[1]] for one in places])
+                self._take(key, [_read(one, found) for one in places])
+
+
+def _read(place: Place, found: Sequence[Sequence[float]]) -> float:
+    if isinstance(place, tuple):
+        return found[place[0]][place[1]]
+    return place if isinstance(place, float) else float(place.item())
 
 
 class _Copied:

@@ -39,7 +39,7 @@ from flatout.levers.low_bit import LowBitOptimizer
 from flatout.levers.model_call import calls_wrapped
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
-from flatout.parallel.heartbeat import beat
+from flatout.parallel.heartbeat import heartbeat
 from flatout.parallel.parallelize import parallelize
 from flatout.parallel.whole_tensors import ELSEWHERE
 from flatout.parameters import parameters_of
@@ -48,7 +48,7 @@ from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import CountTerms, LossFn, own_metrics
-from flatout.train.loss_parts import LossParts, Number, figures_of, scaled
+from flatout.train.loss_parts import LossParts, Number, as_figure, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
 from flatout.train.ranks import MeanOverRanks, SharedStep, largest_of_ranks, raised_on_all_ranks
@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from flatout.parallel.heartbeat import Heartbeat
     from flatout.parallel.pipeline.training import Pipeline
-
-_NOTHING = contextlib.nullcontext()
 
 
 class StepState(TypedDict):
@@ -155,6 +154,8 @@ class TrainStep:
         self._losses: LossWatch | None = None
         if self.plan.nonfinite is None and self.plan.precision != "fp16":
             self._losses = LossWatch()
+        self._heartbeat: Heartbeat | None = None
+        self._begun = False
         self._loss_checked = False
         self._mixes_samples: bool | None = None
         self._mean_terms: MeanOverRanks | None = None
@@ -175,18 +176,24 @@ class TrainStep:
             raise UsageError(
                 "the model is in evaluation mode", limit="a step trains", remedy="call model.train() first"
             )
-        self._update.check(wait=False)
-        beat(self.steps, inside=True)
-        with self._settings() if self._during_calls else _NOTHING:
-            loss = self._backward_in_parts(batch)
-            if self._in_backward is None:
-                self._update.take(self.steps)
+        if self.plan.nonfinite is not None:
+            self._update.check(wait=False)
+        if not self._begun:  # no earlier: a rank that has not trained is not seen to hang
+            self._heartbeat, self._begun = heartbeat(), True
+        if self._heartbeat is not None:
+            self._heartbeat.write(self.steps, inside=True)
+        if self._during_calls:
+            with self._settings():
+                loss = self._updated(batch)
+        else:
+            loss = self._updated(batch)
         if self.scheduler is not None:
             self.scheduler.step()
         self.steps += 1
         if self._losses is not None:
             self._losses.add(self.steps - 1, loss)
-        beat(self.steps)
+        if self._heartbeat is not None:
+            self._heartbeat.write(self.steps, inside=False)
         return loss
 
     @property
@@ -332,6 +339,12 @@ class TrainStep:
                 stack.enter_context(choice.lever.apply(self._subject, choice.value))
             yield
 
+    def _updated(self, batch: object) -> Tensor:
+        loss = self._backward_in_parts(batch)
+        if self._in_backward is None:
+            self._update.take(self.steps)
+        return loss
+
     def _backward_in_parts(self, batch: object) -> Tensor:
         """Gradients of the whole batch's mean loss; tried again with smaller parts if memory runs out."""
         self._mean_terms = None
@@ -345,6 +358,8 @@ class TrainStep:
             attempt = self._attempt()
             self.optimizer.zero_grad(set_to_none=True)
             try:
+                if self.micro_batches == 1 and self._strategy.is_alone:
+                    return self._backward_whole(batch)
                 return self._backward(split_batch(batch, self._parts(batch)))
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -365,6 +380,13 @@ class TrainStep:
         if self._mixes_samples is None:
             self._mixes_samples = bool(batch_coupled_layers(self.model))
         return Attempt(self.model, buffers=self.plan.out_of_memory != "exact" and self._mixes_samples)
+
+    def _backward_whole(self, batch: object) -> Tensor:
+        """`_backward` of a single part in a single process: where steps are short, the rest of it takes time."""
+        loss, figures = self._loss(batch)
+        self._update.scale(loss).backward()
+        self.figures = {name: as_figure(value) for name, value in figures.items()}
+        return loss.detach()
 
     def _backward(self, parts: Sequence[object]) -> Tensor:
         weights, total = self._weights(parts)

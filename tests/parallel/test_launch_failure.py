@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatout.parallel import heartbeat
-from flatout.parallel.heartbeat import FILE_BYTES, alive, beat, make_file, name_process, read_beat
+from flatout.parallel.heartbeat import FILE_BYTES, alive, make_file, name_process, read_beat
 from flatout.parallel.launching.attempt import Attempt
 from flatout.parallel.launching.failure import RankEnd, dumped_stack, first_failure, last_exception
 from flatout.parallel.launching.messages import Beats, Ended, RankBeat
@@ -147,6 +147,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(heartbeat, "_made", [])
     monkeypatch.setattr(heartbeat, "_prints_stack_on_signal", lambda: False)
     return path
+
+
+def beat(step: int, *, inside: bool = False) -> None:
+    """As a TrainStep does."""
+    found = heartbeat.heartbeat()
+    if found is not None:
+        found.write(step, inside=inside)
 
 
 def test_beats_are_read(file: Path) -> None:

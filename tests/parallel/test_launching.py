@@ -218,7 +218,7 @@ def test_a_command_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 BEATS = """
 import faulthandler, sys
 sys.path[:0] = [{root!r}, *{path!r}]
-from flatout.parallel.heartbeat import beat
+from flatout.parallel.heartbeat import heartbeat
 def wait():
     time.sleep(1000)
 folder = os.path.dirname(__file__)
@@ -226,8 +226,8 @@ open(f"{{folder}}/here{{rank}}", "w").close()
 while not os.path.exists(f"{{folder}}/here{{1 - rank}}"):
     time.sleep(0.01)
 for step in range(3):
-    beat(step, inside=True)
-    beat(step + 1)
+    heartbeat().write(step, inside=True)
+    heartbeat().write(step + 1, inside=False)
 """
 
 
@@ -235,7 +235,7 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(
     job: Job, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     root, path = str(Path(__file__).parents[2]), [entry for entry in sys.path if "site-packages" in entry]
-    script = BEATS.format(root=root, path=path) + "if rank == 0: beat(3, inside=True)\nwait()"
+    script = BEATS.format(root=root, path=path) + "if rank == 0: heartbeat().write(3, inside=True)\nwait()"
     status, events = job(script, nproc_per_node=2, hang_seconds=2.0, grace_seconds=5)
     assert status == 124
     (hang,) = events
