@@ -248,7 +248,12 @@ class Watch:
         return found
 
     def disable(self) -> None:
+        """As in a process that the script has forked, such as a loader's worker."""
         self.enabled = False
+
+    def enable(self) -> None:
+        """In a process that was forked to go on as the script's own."""
+        self.enabled = True
 
     def open_window(self) -> None:
         """From now on record a row with the parts of each step."""

@@ -96,18 +96,26 @@ class Pattern:
     """Of one pass over the training loader; None: there is no loader, or its length is unknown."""
     few: FewSteps | None = None
     """The script's length, where it is so short that all of its steps are recorded."""
+    kinds_of_start: int = 1
+    """Sets of levers that runs have on from the start of their process: 2 where the kept ones include such."""
+
+    def starting_seconds(self, trials: Trials, runs: int) -> float:
+        """Of so many runs, until each is at its first step."""
+        if trials.starts_once:
+            return self.kinds_of_start * self.startup_seconds
+        return runs * self.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
 
 
 def least_seconds(pattern: Pattern, trials: Trials, claims: Collection[Exactness] = REDUCED) -> float:
     """Typical duration of the shortest proof of these claims."""
-    starting = pattern.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
     steps, runs = LEAST_STEPS, RunsMade.for_claims(claims)
     if pattern.few is not None:
         steps = pattern.few.compared
         if steps < judge.LEAST_LOSSES:  # no 'reduced' lever is tried
             runs = RunsMade.for_claims(ROUNDING)
     recording = RECORDING_FACTOR * steps * pattern.step_seconds
-    return runs.all * (starting + recording) + runs.with_levers * pattern.levers_start_seconds
+    starting = pattern.starting_seconds(trials, runs.all)
+    return starting + runs.all * recording + runs.with_levers * pattern.levers_start_seconds
 
 
 class RunsMade(NamedTuple):
@@ -138,7 +146,10 @@ class Prover:
     ) -> None:
         """latest: of runs without which a lever would be rejected; None: `deadline`."""
         self._folder = Path(tempfile.mkdtemp(prefix="reference-", dir=trials.work_folder))
-        self._trials = trials.sharing(self._folder)
+        self._apart = trials.sharing(self._folder)
+        """Each starts by itself."""
+        self._forks = contextlib.ExitStack()
+        self._trials = self._forks.enter_context(self._apart.started_once())
         self._pattern, self._deadline, self._progress = pattern, deadline, progress
         self._latest = latest or deadline
         self._steps: int | None = None
@@ -166,7 +177,8 @@ class Prover:
     def has_time_for(self, runs: int, deadline: Deadline | None = None) -> bool:
         """Is there time for this many more runs of the usual length? deadline: None: that of the proof."""
         pattern = self._pattern
-        run_seconds = pattern.startup_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
+        starting = pattern.startup_seconds if self._trials is self._apart else 0.0
+        run_seconds = starting + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
         return runs * run_seconds <= (deadline or self._deadline).seconds_left
 
     def arms(self, choices: Sequence[Choice]) -> tuple[Arm, Arm] | None:
@@ -183,6 +195,7 @@ class Prover:
     def close(self) -> None:
         self._drop_prestarted()
         self._drop_kept()
+        self._forks.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def prove(self, choices: Sequence[Choice]) -> Proof:
@@ -401,8 +414,8 @@ class Prover:
             gradient_noise=gradient_noise,
         )
         from_start, live = split_by_switch(choices)
-        process, alone = self._spawned(from_start, then)
-        alone = alone and not self._kept
+        process, alone = self._next_process(from_start, then)
+        alone = alone and not self._kept and self._trials is self._apart
         with self._deadline.stage("the proof"), contextlib.ExitStack() as stack:
             stack.enter_context(process)
             try:
@@ -419,6 +432,8 @@ class Prover:
         self._drop_prestarted()
         self._drop_kept()
         self.keeps_processes = False
+        self._forks.close()
+        self._trials = self._apart
         # Two processes at once may need more memory than there is.
         return self._record(choices, role=role, nudge=nudge, nudge_seed=nudge_seed, gradient_noise=gradient_noise)
 
@@ -441,7 +456,7 @@ class Prover:
         count = max(1, min(CHECKS, steps // STEPS_A_CHECK))
         return tuple(i * steps // count for i in range(count))
 
-    def _spawned(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[RunningTrial, bool]:
+    def _next_process(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[RunningTrial, bool]:
         """(the process for a run, whether no other runs at the same time)"""
         process, was_prestarted = None, False
         if self._prestarted is not None and self._prestarted[0] == from_start:
@@ -449,8 +464,9 @@ class Prover:
         self._drop_prestarted()
         if process is None:
             process = self._trials.trial(from_start, label="proof")
-            process.spawn()
         if then is not None and self._trials.starts_overlap:
+            if not was_prestarted:
+                process.spawn()
             next_from_start, _ = split_by_switch(then)
             self._prestarted = next_from_start, self._trials.trial(next_from_start, label="proof")
             self._prestarted[1].spawn()
@@ -471,8 +487,7 @@ class Prover:
         if pattern.epoch_steps:
             wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
         runs = RunsMade.for_claims(claims)
-        starting = pattern.startup_seconds * (SHARED_START if self._trials.starts_overlap else 1.0)
-        starting = runs.all * starting + runs.with_levers * pattern.levers_start_seconds
+        starting = pattern.starting_seconds(self._trials, runs.all) + runs.with_levers * pattern.levers_start_seconds
         available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - starting)
         least = LEAST_SHARE * self._deadline.budget_seconds
         affordable = int(max(available, least) / (runs.all * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))

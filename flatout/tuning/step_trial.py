@@ -84,6 +84,8 @@ class StepTrials:
     afresh: str = "on new copies"
     starts_overlap: bool = False
     """Copies are made one at a time."""
+    starts_once: bool = False
+    """What is at its first step is copied without: `begun`."""
     begun: list[Begun] = field(default_factory=list, repr=False)
     """What the plain step is after its first steps, once a trial has made them and they took long: later trials start
     from there."""
@@ -97,6 +99,9 @@ class StepTrials:
 
     def in_new_processes(self) -> StepTrials:
         return self  # there is only this process
+
+    def started_once(self) -> contextlib.AbstractContextManager[StepTrials]:
+        return contextlib.nullcontext(self)
 
     def sharing(self, folder: Path) -> StepTrials:
         """The same: this process may write there."""

@@ -306,6 +306,7 @@ def _pattern(state: SearchState) -> Pattern:
     return Pattern(
         step_seconds=seen.step_seconds or 0.01,
         startup_seconds=state.restart_seconds,
+        kinds_of_start=1 + any(choice.lever.switch != "live" for choice in state.kept),
         levers_start_seconds=sum(_starts_again_in(choice, state) for choice in state.kept),
         total_steps=state.total_steps,
         few=state.few_steps,

@@ -18,8 +18,8 @@ with it: in a PID namespace, or killed by a supervising process (processes.py).
 from __future__ import annotations
 
 from .explain import explain_failure
-from .guard import guard_torch
+from .guard import guard_torch, note_writes
 from .modes import Isolation, enter, probe
 from .scratch import cleanup
 
-__all__ = ["Isolation", "cleanup", "enter", "explain_failure", "guard_torch", "probe"]
+__all__ = ["Isolation", "cleanup", "enter", "explain_failure", "guard_torch", "note_writes", "probe"]

@@ -14,7 +14,7 @@ import errno
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -24,7 +24,7 @@ from flatout.replaced import replaced
 
 from .landlock import restrict_writes
 from .scratch import TEMPORARY
-from .writes import Arguments, Stop, WriteRules, program_rules, stream_check
+from .writes import Arguments, Check, Stop, WriteRules, program_rules, stream_check
 
 _active: WriteRules | None = None  # what guard_torch asks; None before enter_guard and in overlay mode
 _checks = contextlib.ExitStack()  # of torch's writers; held here, as nobody need keep what takes them away
@@ -48,18 +48,28 @@ def enter_guard(
         details = [f"{error}: a write from C++ (other than torch.save) is not seen, other programs are not started"]
         programs_allowed = False
     rules = WriteRules(tuple(writable), _stopper(on_first_write))
-    events = rules.events() | ({} if programs_allowed else program_rules(rules.stop))
     if not programs_allowed:
         _check_workers(rules.stop)
+    _hook(rules.events() | ({} if programs_allowed else program_rules(rules.stop)))
+    _active = rules
+    return tuple(details)
 
+
+def note_writes(writable: Sequence[Path], note: Callable[[str], object]) -> None:
+    """From now on, call `note` with a description before each write elsewhere than in `writable`, as far as Python
+    announces it or torch makes it."""
+    rules = WriteRules(tuple(str(path) for path in writable), note)
+    _hook(rules.events() | program_rules(note))
+    _check_torch(sys.modules["torch"], rules)
+
+
+def _hook(checks: Mapping[str, Check]) -> None:
     def hook(event: str, arguments: Arguments) -> None:
-        check = events.get(event)
+        check = checks.get(event)
         if check is not None:
             check(arguments)
 
     sys.addaudithook(hook)
-    _active = rules
-    return tuple(details)
 
 
 def _stopper(on_first_write: Callable[[str], NoReturn] | None) -> Stop:
@@ -98,9 +108,12 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
 
     Does nothing in overlay mode, so that it can be called after importing torch in either.
     """
-    rules = _active
-    if rules is None:
-        return lambda: None
+    if _active is not None:
+        _check_torch(torch, _active)
+    return _checks.close
+
+
+def _check_torch(torch: ModuleType, rules: WriteRules) -> None:
     for owner, name, position in (
         (torch, "save", 1),
         (torch.serialization, "save", 1),
@@ -112,4 +125,3 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
             _checks.enter_context(
                 replaced(owner, name, functools.partial(stream_check, position=position, rules=rules))
             )
-    return _checks.close

@@ -11,13 +11,14 @@ import functools
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import parse_qs, unquote
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Stop = Callable[[str], NoReturn]
+Stop = Callable[[str], object]
+"""Called with a description before a write; where it returns, the write takes place."""
 Arguments = tuple[Any, ...]  # each event has its own
 Check = Callable[[Arguments], None]
 

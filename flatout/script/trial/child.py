@@ -15,6 +15,7 @@ from flatout.script.determinism_watch import DeterminismWatch
 from flatout.script.memory_watch import MemoryWatch
 from flatout.script.preloaded import Preloaded
 from flatout.script.profile_watch import ProfileWatch
+from flatout.script.trial.forking import ForkPoint
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.script.trial.session import Session
@@ -25,10 +26,12 @@ SCRIPT = "script"
 
 def main(config_path: str) -> NoReturn:
     config: TrialConfig = json.loads(Path(config_path).read_text())
-    begin(config, config["read_fd"], config["write_fd"])
+    begin(config, config["read_fd"], config["write_fd"], config["forks_fd"])
 
 
-def begin(config: TrialConfig, read_fd: int, write_fd: int, preloaded: Preloaded | None = None) -> NoReturn:
+def begin(
+    config: TrialConfig, read_fd: int, write_fd: int, forks_fd: int | None, preloaded: Preloaded | None = None
+) -> NoReturn:
     """preloaded: the modules in memory of a forked process; None in a new one."""
     child = IsolatedChild(config, write_fd)
     commands = os.fdopen(read_fd, "r")
@@ -36,7 +39,8 @@ def begin(config: TrialConfig, read_fd: int, write_fd: int, preloaded: Preloaded
     command = config["command"]
     observer: Observer
     if command is None:
-        observer = Session(child, config["levers"], config["choices"], commands.readline)
+        point = ForkPoint(child, read_fd, forks_fd)
+        observer = Session(child, config["levers"], config["choices"], commands.readline, point)
     elif command["do"] == "memory":
         observer = MemoryWatch(child, steps=command["steps"])
     elif command["do"] == "profile":

@@ -9,7 +9,7 @@ needs a new process, `is_ready` returns False, and trials start as new processes
 The server is this module, run with a socket and its parent's process id. It loads nothing of the script. It reports
 once whether it can be forked, then answers one request at a time:
 
-    start  config, folder, with five descriptors  -> the id of a new process, a trial's `child`
+    start  config, folder, with its descriptors   -> the id of a new process, a trial's `child`
     poll   process id                             -> its exit code, or null while it runs
 
 It computes nothing, so torch has no threads that a fork would lose, and it never touches a GPU.
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn, TypedDict
 
@@ -38,6 +38,7 @@ from flatout.script.child_command import child_command
 from flatout.script.isolation import kernel
 from flatout.script.preloaded import Groups, Preloaded, load
 from flatout.script.trial import child
+from flatout.script.trial.forked import KILLED, Forked
 from flatout.script.trial.messages import TrialConfig
 from flatout.torch_private.compiler import DYNAMO
 
@@ -48,11 +49,8 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 MOST_PAGES_SHIFTED = 1 << 14
 _shift: list[mmap.mmap] = []
 """Held while the process lives; never written, so it takes address space but no memory."""
-MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 5
-"""Descriptors: stdin, stdout, stderr, then those for commands and answers."""
-POLL_SECONDS = 0.002
-KILLED = -9
-"""SIGKILL, which the signal module lacks on Windows."""
+MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 6
+"""Descriptors: stdin, stdout, stderr, then those for commands and answers, and perhaps the socket for forks."""
 
 
 class _Told(TypedDict, total=False):
@@ -62,34 +60,6 @@ class _Told(TypedDict, total=False):
     time: float
     number: int
     answer: int | None
-
-
-class Forked:
-    """A trial that the server has started."""
-
-    def __init__(self, pid: int, exit_code: Callable[[int], int | None]) -> None:
-        self.pid, self._exit_code = pid, exit_code
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._exit_code(self.pid)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            time.sleep(POLL_SECONDS)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -135,7 +105,7 @@ class ForkServer:
 
     def start(self, config: Path, streams: Sequence[IO[bytes] | IO[str]], pipes: Sequence[int]) -> Forked | None:
         """Start a trial with this file of settings; None if the server is gone. streams: its stdin, stdout and stderr;
-        pipes: for commands and answers."""
+        pipes: for commands and answers, and perhaps the socket for forks."""
         given = [*(stream.fileno() for stream in streams), *pipes]
         pid = self._answer({"config": str(config), "folder": os.getcwd()}, given)
         if pid is None:
@@ -242,8 +212,8 @@ def _become_trial(config: str, folder: str, given: list[int], groups: Groups) ->
         _shift_addresses()
         gc.collect()  # it copies pages shared with the server: better now than in the script's first steps
         settings: TrialConfig = json.loads(Path(config).read_text())
-        commands, answers = given[STREAMS:]
-        child.begin(settings, commands, answers, Preloaded(groups))
+        commands, answers, *forks = given[STREAMS:]
+        child.begin(settings, commands, answers, forks[0] if forks else None, Preloaded(groups))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -69,10 +69,26 @@ class IsolatedChild:
             _leave(1)  # the parent was killed while this process was being started
         self._config = config
         self._answers = os.fdopen(write_fd, "w")
+        self._pid = os.getpid()
+        """The script's process; others end without an answer, such as a loader's workers."""
         given = config["target"]
         self.target = Target(path=given["path"], module=given["module"], arguments=tuple(given["arguments"]))
         self._error, self._note = "", ""
         """The script's own traceback where it failed, and what about the trial may have made it fail."""
+
+    @property
+    def answers_descriptor(self) -> int:
+        return self._answers.fileno()
+
+    @property
+    def writable(self) -> list[Path]:
+        """Folders to which trials write for real."""
+        return [Path(path) for path in (self._config["scratch"], *self._config["shared"])]
+
+    def become(self, write_fd: int) -> None:
+        """This process was forked from that of another trial, and answers a parent's end of its own."""
+        self._answers.close()
+        self._answers, self._pid = os.fdopen(write_fd, "w"), os.getpid()
 
     def write(self, answer: Answer) -> None:
         self._answers.write(json.dumps(answer) + "\n")
@@ -132,10 +148,10 @@ class IsolatedChild:
 
     def run(self, observer: Observer) -> NoReturn:
         """Run the script to its end, also where it calls os._exit; never returns."""
-        owner = os.getpid()
+        self._pid = os.getpid()
 
         def left_at_once(status: int) -> NoReturn:
-            if os.getpid() != owner:  # a loader's worker ends so
+            if os.getpid() != self._pid:
                 _leave(status)
             self._ended(observer, status & 255)
 

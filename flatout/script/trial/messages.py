@@ -39,6 +39,8 @@ class Command(TypedDict, total=False):
     """The folder for the profiles of processes that the script starts to train in; '': they are not followed."""
     request: dict[str, object]
     """A NumericsRequest."""
+    pid: int
+    """Of a process that was forked from the one that is asked."""
 
 
 class TrialConfig(TypedDict):
@@ -59,6 +61,8 @@ class TrialConfig(TypedDict):
     """Of the commands."""
     write_fd: int
     """Of the answers."""
+    forks_fd: int | None
+    """Of the socket that brings descriptors for trials that are forked from this one; None: it is not forked."""
     command: Command | None
     """One that applies from the script's first line."""
 

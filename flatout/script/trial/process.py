@@ -16,12 +16,13 @@ import json
 import os
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
@@ -46,11 +47,13 @@ from flatout.script.trial.answers import (
     TrialStopped,
 )
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, as_json
+from flatout.script.trial.forked import ForkOfTrial
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent, Deadline
 
 if TYPE_CHECKING:
     from flatout.script.trial.fork_server import ForkServer
+    from flatout.script.trial.started_script import StartedScript
 
 START_TIMEOUT_SECONDS = 1800.0
 HANG_FLOOR_SECONDS = 30.0
@@ -63,6 +66,8 @@ STOP_POLL_SECONDS = 0.5
 ENDS_OF_INPUT = b"\x04" * 64
 """Every read from a trial's terminal gets an end of file."""
 MOST_ERROR_BYTES = 20_000
+FORK_SECONDS = 60.0
+"""Timeout of what is asked of a process that waits to be forked."""
 END_SECONDS = 10.0
 """Timeout of a trial's end: the kernel has to end every process in it."""
 
@@ -75,6 +80,8 @@ class Starts:
     """Until its first step is recognized; None: not started yet."""
     cores: float | None = None
     """Cores it kept busy meanwhile; None: unknown."""
+    fork_obstacle: str | None = None
+    """Why it cannot be forked at its first step; '' if it can; None: not asked, as starts are short."""
 
     @property
     def fit_side_by_side(self) -> bool:
@@ -107,6 +114,8 @@ class TrialSetup:
     """Extra environment variables of the trials; with any, a trial is never forked."""
     fork_server: ForkServer | None = None
     """Forks trials where it can; None: each is a new process."""
+    started: StartedScript | None = None
+    """Forks them at the script's first step, where it can; None: each starts the script."""
     deadline: Deadline | None = None
     """Of the tune; what overruns it is named in its explanation."""
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
@@ -136,7 +145,21 @@ class TrialSetup:
         return server.load_seconds if server is not None and server.is_ready() else 0.0
 
     def in_new_processes(self) -> TrialSetup:
-        return replace(self, fork_server=None)
+        return replace(self, fork_server=None, started=None)
+
+    @property
+    def starts_once(self) -> bool:
+        return self.starts.fork_obstacle == ""
+
+    @contextlib.contextmanager
+    def started_once(self) -> Iterator[TrialSetup]:
+        from flatout.script.trial.started_script import StartedScript
+
+        if not self.starts_once:
+            yield self
+            return
+        with StartedScript() as started:
+            yield replace(self, started=started)
 
     def sharing(self, folder: Path) -> TrialSetup:
         """The same, with a folder to which trials write for real."""
@@ -146,7 +169,7 @@ class TrialSetup:
     def starts_overlap(self) -> bool:
         """Is it quicker to start two trials at once? Imports and reading data overlap well, but first steps that use
         all cores slow each other down. With the machine's network, trials would compete for the script's ports."""
-        if self.allow_network:
+        if self.allow_network or self.started is not None:
             return False
         forked = self.fork_server is not None and self.fork_server.is_ready()
         return not forked or self.starts.fit_side_by_side
@@ -184,12 +207,19 @@ class Process(Protocol):
 
 
 class TrialProcess(CommandedTrial):
-    """One child."""
+    """One child. is_forked: are others forked from it, at its first step?"""
 
-    def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
+    def __init__(
+        self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial", is_forked: bool = False
+    ) -> None:
         super().__init__(setup, choices, label=label)
         self.step_kind = ""
-        self._process: Process | None = None
+        self._process: Process | ForkOfTrial | None = None
+        self._is_forked = is_forked
+        self._forks: socket.socket | None = None
+        """Where it is forked: brings it the descriptors of those processes."""
+        self._parent: TrialProcess | None = None
+        """What it was forked from."""
         self._spawned_at = 0.0
         self._loaded_seconds = 0.0
         """Time to load torch, where that was done before."""
@@ -247,37 +277,62 @@ class TrialProcess(CommandedTrial):
         """Start the script without waiting, so that several may start at once; `start` must follow, unless there is a
         command that applies from its first line. UsageError in one of several ranks."""
         refuse_in_ranks()
+        environment = environment_of(self.setup, self.choices)
+        started = None if environment or command is not None else self.setup.started
+        self._parent = None if started is None else started.process(self.setup, self.choices)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
+        self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
         command_read, self._command_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
-        config = self._folder / "config.json"
-        settings = self._config(command_read, answer_write, command)
-        environment = environment_of(self.setup, self.choices)
-        server = None if environment else self.setup.fork_server
-        self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
+        given = [command_read, answer_write]
         errors_path = self._folder / "errors.log" if self.setup.errors_apart else self.log_path
         with self._stdin() as stdin, open(self.log_path, "ab") as log, open(errors_path, "ab") as errors:
-            if server is not None and server.is_ready():
-                config.write_text(json.dumps({**settings, "parent": server.pid}))
-                self._spawned_at, self._loaded_seconds = time.perf_counter(), server.load_seconds
-                self._process = server.start(config, [stdin, log, errors], [command_read, answer_write])
-            if self._process is None:
-                config.write_text(json.dumps(settings))
-                self._spawned_at, self._loaded_seconds = time.perf_counter(), 0.0
-                self._process = subprocess.Popen(
-                    child_command("flatout.script.trial.child", str(config)),
-                    stdin=stdin,
-                    stdout=log,
-                    stderr=errors,
-                    pass_fds=(command_read, answer_write),
-                    env=trial_environment(environment),
-                    start_new_session=True,
-                )
-        os.close(command_read)
-        os.close(answer_write)
+            self._spawned_at = time.perf_counter()
+            if self._parent is not None:
+                self._loaded_seconds = self._parent.startup_seconds or 0.0
+                self._process = self._parent.fork([stdin, log, errors], given)
+            else:
+                self._start_process([stdin, log, errors], given, command, environment)
+        for descriptor in given:
+            os.close(descriptor)
+
+    def _start_process(
+        self,
+        streams: list[IO[bytes] | IO[str]],
+        given: list[int],
+        command: Command | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Forked by the server where that is possible. given: what to pass beside the streams; to be closed here."""
+        config = self._folder / "config.json"
+        settings = self._config(given[0], given[1], command)
+        if self._is_forked:
+            self._forks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            given.append(theirs.detach())
+            settings["forks_fd"] = given[-1]
+        server = None if environment else self.setup.fork_server
+        if server is not None and server.is_ready():
+            config.write_text(json.dumps({**settings, "parent": server.pid}))
+            self._spawned_at, self._loaded_seconds = time.perf_counter(), server.load_seconds
+            self._process = server.start(config, streams, given)
+        if self._process is None:
+            config.write_text(json.dumps(settings))
+            self._spawned_at, self._loaded_seconds = time.perf_counter(), 0.0
+            stdin, log, errors = streams
+            self._process = subprocess.Popen(
+                child_command("flatout.script.trial.child", str(config)),
+                stdin=stdin,
+                stdout=log,
+                stderr=errors,
+                pass_fds=given,
+                env=trial_environment(environment),
+                start_new_session=True,
+            )
 
     def _await_first_step(self, timeout_seconds: float) -> None:
-        self.isolation = self._answer(timeout_seconds, starting=True)
+        self.isolation = (
+            self._answer(timeout_seconds, starting=True) if self._parent is None else self._parent.isolation
+        )
         ready = self._answer(timeout_seconds, starting=True)
         if ready["event"] == "alone" and self.setup.fork_server is not None:
             self.setup.fork_server.obstacle = ready["reason"]
@@ -288,12 +343,36 @@ class TrialProcess(CommandedTrial):
         self.step_kind = ready["step_kind"]
         self.start_seconds = time.perf_counter() - self._spawned_at
         self.startup_seconds = self.start_seconds + self._loaded_seconds
+        if isinstance(self._process, ForkOfTrial):
+            return
         assert self._process is not None
         computing_seconds = cpu_seconds(self._process.pid)
         self.waiting_seconds = max(0.0, self.start_seconds - computing_seconds)
         starts = self.setup.starts
         if not self.choices and (starts.seconds is None or self.start_seconds < starts.seconds):
             starts.seconds, starts.cores = self.start_seconds, computing_seconds / self.start_seconds
+        if starts.fork_obstacle is None and self.start_seconds >= LONG_START_SECONDS:
+            starts.fork_obstacle = self.fork_obstacle()
+
+    # forks of it
+
+    def fork_obstacle(self) -> str:
+        """Why it cannot be forked at its first step; '' if it can."""
+        return str(self._ask({"do": "forkable"}, FORK_SECONDS)["obstacle"])
+
+    def fork(self, streams: Sequence[IO[bytes] | IO[str]], pipes: Sequence[int]) -> ForkOfTrial:
+        """A new process at the same step. streams: its stdin, stdout and stderr; pipes: for commands and answers."""
+        assert self._forks is not None
+        socket.send_fds(self._forks, [b"."], [*(stream.fileno() for stream in streams), *pipes])
+        return ForkOfTrial(self, self._ask({"do": "fork"}, FORK_SECONDS)["pid"])
+
+    def exit_code_of(self, number: int) -> int | None:
+        """Of one that was forked from it; None while that runs."""
+        code: int | None = self._ask({"do": "poll", "pid": number}, FORK_SECONDS)["code"]
+        return code
+
+    def kill(self, number: int) -> None:
+        self._ask({"do": "kill", "pid": number}, FORK_SECONDS)
 
     def operators(self, choices: Sequence[Choice]) -> StepOperators:
         """Of one step under these levers, which takes several times as long."""
@@ -312,7 +391,12 @@ class TrialProcess(CommandedTrial):
         """End the process and everything it started, and remove its scratch. Its log stays."""
         if self._process is None:
             return
-        _end(self._process)
+        if isinstance(self._process, ForkOfTrial):
+            self._process.end()
+        else:
+            _end(self._process)
+        if self._forks is not None:
+            self._forks.close()
         for descriptor in (self._command_write, self._answer_read, self._terminal):
             if descriptor is None:
                 continue
@@ -335,6 +419,7 @@ class TrialProcess(CommandedTrial):
             "choices": as_json(self.choices),
             "read_fd": read_fd,
             "write_fd": write_fd,
+            "forks_fd": None,
             "command": command,
         }
 
@@ -356,7 +441,10 @@ class TrialProcess(CommandedTrial):
     def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
         with contextlib.suppress(BrokenPipeError):  # it died: reading the answer reports how
             os.write(self._command_write, (json.dumps(command) + "\n").encode())
-        return self._answer(timeout_seconds)
+        answer = self._answer(timeout_seconds)
+        if self.setup.started is not None and answer.get("wrote"):
+            self.setup.started.obstacle = f"a step writes to files: {answer['wrote']}"
+        return answer
 
     def _answer(self, timeout_seconds: float, *, starting: bool = False) -> Any:  # JSON
         line = self._read_line(timeout_seconds, interruptible=self.interruptible and not starting)

@@ -33,6 +33,7 @@ from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.seeds import TrialSeeds
 from flatout.script.step_memory import StepMemory
 from flatout.script.trial.answers import most_of
+from flatout.script.trial.forking import ForkPoint
 from flatout.script.trial.isolated_child import Answer
 from flatout.script.trial.messages import Command
 from flatout.script.watch import Watch
@@ -60,12 +61,18 @@ class Session:
     """Drives one script; `read` blocks for the next command line. levers, choices: as in TrialConfig."""
 
     def __init__(
-        self, child: Child, levers: str, choices: Sequence[Sequence[ChoiceValue]], read: Callable[[], str]
+        self,
+        child: Child,
+        levers: str,
+        choices: Sequence[Sequence[ChoiceValue]],
+        read: Callable[[], str],
+        point: ForkPoint | None = None,
     ) -> None:
+        """point: where other trials are forked from this process."""
         self.watch = Watch()
         self.levers = load_levers(levers)
         self.applied = Applied(self.watch.subject)
-        self._child, self._read, self._write = child, read, child.write
+        self._child, self._read, self._write, self._point = child, read, child.write, point
         self._start_choices = choices_from_json(choices, self.levers)
         self._task: Callable[[], bool] | None = None
         self._device: Device | None = None
@@ -113,13 +120,16 @@ class Session:
             if self.watch.may_be_inside_a_step():
                 return
             self._device = device_of(self.watch.subject)
-            told = {"steps": self.watch.steps, "step_kind": self.watch.finder.kind, "ranks": joined_ranks()}
-            self._write({"event": "ready", **told})
+            self._write_ready()
         elif self._task is not None and not self._task():
             return
         self._task = None
         while self._task is None:
             self._task = self._command()
+
+    def _write_ready(self) -> None:
+        told = {"steps": self.watch.steps, "step_kind": self.watch.finder.kind, "ranks": joined_ranks()}
+        self._write({"event": "ready", **told})
 
     def _command(self) -> Callable[[], bool] | None:
         """Read and start a command; returns a function to call at each boundary until it returns True, or None."""
@@ -134,6 +144,10 @@ class Session:
             "operators": self._operators,
             "peak": self._peak,
             "numerics": self._numerics,
+            "forkable": self._forkable,
+            "fork": self._fork,
+            "poll": self._poll,
+            "kill": self._kill,
             "stop": lambda command: self._child.leave(),
         }[command["do"]]
         return start(command)
@@ -290,8 +304,33 @@ class Session:
         self._recorder = recorder
         return boundary
 
+    # of a process from which trials are forked
+
+    def _forkable(self, command: Command) -> None:
+        assert self._point is not None
+        self._write({"event": "forkable", "obstacle": self._point.obstacle()})
+
+    def _fork(self, command: Command) -> None:
+        """In the new process: go on with commands of its own."""
+        assert self._point is not None
+        read = self._point.fork()
+        if read is not None:
+            self._read = read
+            self.watch.enable()
+            self._write_ready()
+
+    def _poll(self, command: Command) -> None:
+        assert self._point is not None
+        self._write({"event": "polled", "code": self._point.poll(command["pid"])})
+
+    def _kill(self, command: Command) -> None:
+        assert self._point is not None
+        self._point.kill(command["pid"])
+        self._write({"event": "killed"})
+
     def _state(self) -> dict[str, object]:
         return {
+            "wrote": "" if self._point is None else self._point.wrote,
             "resident_bytes": resident_bytes(),
             "peak_resident_bytes": peak_resident_bytes(),
             "unseeded": self._unseeded,

@@ -8,6 +8,7 @@ All ranks are in one isolation: they see one another's files and processes, and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ class ScriptRanks:
     starts_overlap = False
     """Two groups would compete for the cores."""
     loading_seconds = 0.0
+    starts_once = False
+    """A group of processes that talk to each other cannot be forked."""
 
     @property
     def name(self) -> str:
@@ -67,6 +70,9 @@ class ScriptRanks:
 
     def in_new_processes(self) -> ScriptRanks:
         return self
+
+    def started_once(self) -> contextlib.AbstractContextManager[ScriptRanks]:
+        return contextlib.nullcontext(self)
 
     def sharing(self, folder: Path) -> ScriptRanks:
         return replace(self, setup=self.setup.sharing(folder))

@@ -1,0 +1,215 @@
+"""Fork a script at its first step, so that several trials pay for one start: the side of the process that is forked.
+
+    point = ForkPoint(child, commands, descriptor)
+    point.obstacle()                 # why this process must not be forked as it is; "" if it may
+    read = point.fork()              # in the new process: what reads its commands; None in the one that was forked
+
+Started this way, a trial has everything as the script had it at its first step: weights, generators, open files at
+their positions. What a fork would lose or share is an obstacle: threads (those of OpenMP end first, and start again
+with the next parallel loop), child processes, a GPU, sockets and pipes, memory that is shared to be written.
+
+All forks see one copy-on-write layer of the files, so `wrote` says whether one of them has written: what another would
+find there is then not what the script left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import random
+import re
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatout.script.isolation import kernel, note_writes
+
+if TYPE_CHECKING:
+    from flatout.script.trial.isolated_child import IsolatedChild
+
+DESCRIPTORS = 5
+"""Of a new trial: stdin, stdout, stderr, then those for commands and answers."""
+STREAMS = 3
+OPENMP = re.compile(r"/\S*/lib(?:g|i)?omp5?[^/\s]*\.so\S*")
+PAUSE_HARD = 2
+"""omp_pause_hard of OpenMP 5.0: its threads end."""
+SEMAPHORE = re.compile(r"/sem\.\S+")
+"""A lock of multiprocessing, such as tqdm's: meant to be shared, and not held between two steps."""
+
+
+class ForkPoint:
+    """Of one process. commands: the descriptor it reads; forks: of the socket that brings descriptors for new trials;
+    None: it is never forked, but may be asked whether it could be."""
+
+    def __init__(self, child: IsolatedChild, commands: int, forks: int | None) -> None:
+        self._child, self._commands = child, commands
+        self._socket = None if forks is None else socket.socket(fileno=forks)
+        if self._socket is not None:
+            self._socket.set_inheritable(False)
+        self.wrote = ""
+        """The first write of a process that was forked; '' while there was none, or it is not watched."""
+
+    def obstacle(self) -> str:
+        own = {self._commands, self._child.answers_descriptor}
+        if self._socket is not None:
+            own.add(self._socket.fileno())
+        return _children() or _gpu() or _shared_memory() or _descriptors(own) or _threads()
+
+    def fork(self) -> Callable[[], str] | None:
+        assert self._socket is not None
+        _, given, _, _ = socket.recv_fds(self._socket, 1, DESCRIPTORS)
+        _end_openmp_threads()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may have closed or replaced it
+                stream.flush()
+        forked, state = os.getpid(), random.getstate()
+        pid = os.fork()
+        if not pid:
+            return self._become(forked, given, state)
+        for number in given:
+            os.close(number)
+        self._child.write({"event": "forked", "pid": pid})
+        return None
+
+    def poll(self, pid: int) -> int | None:
+        """The exit code of a fork; None while it runs."""
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+    def kill(self, pid: int) -> None:
+        """End a fork that was not polled as ended, and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it had no group yet
+            os.kill(pid, signal.SIGKILL)
+
+    def _become(self, forked: int, given: list[int], state: tuple[object, ...]) -> Callable[[], str]:
+        """This is the new process."""
+        kernel.die_with_parent(signal.SIGKILL)
+        if os.getppid() != forked:
+            os._exit(1)
+        os.setpgid(0, 0)
+        random.setstate(state)  # Python has just seeded it anew
+        assert self._socket is not None
+        self._socket.close()
+        self._socket = None
+        for number, stream in enumerate(given[:STREAMS]):
+            os.dup2(stream, number)
+            os.close(stream)
+        commands, answers = given[STREAMS:]
+        os.close(self._commands)
+        self._commands = commands
+        self._child.become(answers)
+        for number in _regular_files({commands, answers}):
+            _reopen(number)
+        sys.dont_write_bytecode = True
+        note_writes(self._child.writable, self._note)
+        return os.fdopen(commands, "r").readline
+
+    def _note(self, write: str) -> None:
+        self.wrote = self.wrote or write
+
+
+def _children() -> str:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return ""
+    return "it has started other processes, such as the workers of a loader"
+
+
+def _gpu() -> str:
+    torch = sys.modules["torch"]
+    return "backward passes have a thread for each GPU" if torch.cuda.device_count() else ""
+
+
+def _shared_memory() -> str:
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        found = line.split(maxsplit=5)
+        name = found[5] if len(found) > 5 else "memory without a name"
+        if found[1].startswith("rw") and found[1].endswith("s") and not SEMAPHORE.search(name):
+            return f"it has shared memory: {name}"
+    return ""
+
+
+def _descriptors(own: Collection[int]) -> str:
+    for number, mode in _open_descriptors(own):
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISCHR(mode)):
+            return f"it holds open {_name_of(number)}"
+    for number in _regular_files(own):
+        try:
+            os.close(os.open(f"/proc/self/fd/{number}", _flags(number)))
+        except OSError as error:
+            return f"{_name_of(number)} cannot be opened again ({error.strerror})"
+    return ""
+
+
+def _name_of(number: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return f"descriptor {number}"
+
+
+def _open_descriptors(own: Collection[int]) -> Iterator[tuple[int, int]]:
+    """(number, mode), but for the streams and those of a trial."""
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number >= STREAMS and number not in own:
+            with contextlib.suppress(OSError):  # that of the listing itself is closed again
+                yield number, os.fstat(number).st_mode
+
+
+def _regular_files(own: Collection[int]) -> list[int]:
+    return [number for number, mode in _open_descriptors(own) if stat.S_ISREG(mode)]
+
+
+def _flags(number: int) -> int:
+    return fcntl.fcntl(number, fcntl.F_GETFL) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
+
+
+def _reopen(number: int) -> None:
+    """A position in the file that is this process's own: forks share one."""
+    position = os.lseek(number, 0, os.SEEK_CUR)
+    opened = os.open(f"/proc/self/fd/{number}", _flags(number))
+    os.lseek(opened, position, os.SEEK_SET)
+    os.dup2(opened, number, os.get_inheritable(number))
+    os.close(opened)
+
+
+def _threads() -> str:
+    """Those of OpenMP end when asked, and those of numpy's BLAS whenever a process is forked: what is left afterwards
+    is the script's."""
+    _end_progress_monitor()
+    _end_openmp_threads()
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    if len(os.listdir("/proc/self/task")) == 1:
+        return ""
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return f"it has threads: {', '.join(names)}" if names else "it has threads that Python does not know"
+
+
+def _end_openmp_threads() -> None:
+    for path in sorted(set(OPENMP.findall(Path("/proc/self/maps").read_text(errors="replace")))):
+        pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
+        if pause is not None:  # since OpenMP 5.0
+            pause(PAUSE_HARD)
+
+
+def _end_progress_monitor() -> None:
+    """The thread that redraws tqdm's bars; the next bar starts another."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    monitor = getattr(bars, "monitor", None)
+    if bars is not None and monitor is not None:
+        monitor.exit()
+        bars.monitor = None
