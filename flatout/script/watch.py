@@ -80,6 +80,8 @@ class Watch:
         self.inside = False
         self.rows: list[OpenRow] | None = None
         self.at_boundary: list[Callable[[], None]] = []
+        self.at_call: list[Callable[[], None]] = []
+        """Called before the script calls a module that no other module calls; not while suspended."""
         self.at_backward: list[Callable[[tuple[Tensor, ...]], None]] = []
         self.before_optimizer: list[Callable[[Optimizer], None]] = []
         self.at_iterator: list[Callable[[DataLoader[object], float], None]] = []
@@ -413,6 +415,8 @@ class Watch:
     ) -> object:
         if not self._here():
             return original(module, *args, **kwargs)
+        for callback in self.at_call:
+            callback()
         if self._in_backward:  # recomputation by activation checkpointing: not the script's call, but levers act on it
             return self._recomputed(original, module, args, kwargs)
         training = self._grad_enabled()

@@ -24,6 +24,8 @@ from flatout.levers.lever import Choice, split_by_switch
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.started_script import started_once
 from flatout.search.deadline import Deadline
 from flatout.tuning import levels
 from flatout.tuning import proof as judge
@@ -149,7 +151,9 @@ class Prover:
         self._apart = trials.sharing(self._folder)
         """Each starts by itself."""
         self._forks = contextlib.ExitStack()
-        self._trials = self._forks.enter_context(self._apart.started_once())
+        self._trials = self._apart
+        if isinstance(self._apart, TrialSetup) and self._apart.starts_once:
+            self._trials = self._forks.enter_context(started_once(self._apart))
         self._pattern, self._deadline, self._progress = pattern, deadline, progress
         self._latest = latest or deadline
         self._steps: int | None = None
@@ -464,9 +468,9 @@ class Prover:
         self._drop_prestarted()
         if process is None:
             process = self._trials.trial(from_start, label="proof")
-        if then is not None and self._trials.starts_overlap:
-            if not was_prestarted:
+            if self._trials is self._apart:
                 process.spawn()
+        if then is not None and self._trials.starts_overlap:
             next_from_start, _ = split_by_switch(then)
             self._prestarted = next_from_start, self._trials.trial(next_from_start, label="proof")
             self._prestarted[1].spawn()

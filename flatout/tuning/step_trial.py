@@ -100,9 +100,6 @@ class StepTrials:
     def in_new_processes(self) -> StepTrials:
         return self  # there is only this process
 
-    def started_once(self) -> contextlib.AbstractContextManager[StepTrials]:
-        return contextlib.nullcontext(self)
-
     def sharing(self, folder: Path) -> StepTrials:
         """The same: this process may write there."""
         return self

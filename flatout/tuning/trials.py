@@ -7,7 +7,6 @@ StepTrials     trials of a TrainStep: each is a copy of it in this process (`ste
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -113,10 +112,6 @@ class Trials(Protocol):
     @property
     def starts_once(self) -> bool:
         """Can trials be forked from one start of the subject, at its first step?"""
-
-    def started_once(self) -> AbstractContextManager[Trials]:
-        """The same, forked so within the context where that is possible: what one of them computes does not depend on
-        the others, but its steps may take longer than in a process of its own."""
 
     def sharing(self, folder: Path) -> Trials:
         """The same, where all trials may write into this folder."""

@@ -143,7 +143,7 @@ class Run:
 class Pretended:
     """Trials of a script. `runs` has what each was asked for, and how many steps that took."""
 
-    name, kind, afresh, starts_overlap = "train.py", "script", "in new processes", False
+    name, kind, afresh, starts_overlap, starts_once = "train.py", "script", "in new processes", False, False
     loading_seconds = 0.0
 
     def __init__(self, folder: Path, steps: int, step_seconds: float = 0.01) -> None:

@@ -18,8 +18,17 @@ with it: in a PID namespace, or killed by a supervising process (processes.py).
 from __future__ import annotations
 
 from .explain import explain_failure
-from .guard import guard_torch, note_writes
+from .guard import guard_torch, note_writes, redirect_temporary_files
 from .modes import Isolation, enter, probe
 from .scratch import cleanup
 
-__all__ = ["Isolation", "cleanup", "enter", "explain_failure", "guard_torch", "note_writes", "probe"]
+__all__ = [
+    "Isolation",
+    "cleanup",
+    "enter",
+    "explain_failure",
+    "guard_torch",
+    "note_writes",
+    "probe",
+    "redirect_temporary_files",
+]

@@ -36,7 +36,7 @@ def enter_guard(
     """Stop writes outside `scratch` and `shared` from now on; returns what is special here."""
     global _active
     temporary = str(scratch / TEMPORARY)
-    _redirect_temporary_files(temporary)
+    redirect_temporary_files(temporary)
     sys.dont_write_bytecode = True
     writable = [str(scratch), *(str(path) for path in shared)]
     try:
@@ -81,7 +81,8 @@ def _stopper(on_first_write: Callable[[str], NoReturn] | None) -> Stop:
     return stop
 
 
-def _redirect_temporary_files(directory: str) -> None:
+def redirect_temporary_files(directory: str) -> None:
+    """What is made with `tempfile` from now on, and what other code makes in TMPDIR, is made there."""
     import tempfile  # not at the top: this file is imported by processes that are never guarded
 
     tempfile.tempdir = directory

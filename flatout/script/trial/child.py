@@ -19,6 +19,7 @@ from flatout.script.trial.forking import ForkPoint
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.script.trial.session import Session
+from flatout.script.trial.turn import Turn
 
 SCRIPT = "script"
 """The name of the script's own process among those that train."""
@@ -40,7 +41,8 @@ def begin(
     observer: Observer
     if command is None:
         point = ForkPoint(child, read_fd, forks_fd)
-        observer = Session(child, config["levers"], config["choices"], commands.readline, point)
+        turn = Turn(Path(config["turns"]))
+        observer = Session(child, config["levers"], config["choices"], commands.readline, point, turn)
     elif command["do"] == "memory":
         observer = MemoryWatch(child, steps=command["steps"])
     elif command["do"] == "profile":

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.script.isolation import kernel, note_writes
+from flatout.script.isolation import kernel, note_writes, redirect_temporary_files
 
 if TYPE_CHECKING:
     from flatout.script.trial.isolated_child import IsolatedChild
@@ -110,11 +110,26 @@ class ForkPoint:
         for number in _regular_files({commands, answers}):
             _reopen(number)
         sys.dont_write_bytecode = True
+        redirect_temporary_files(str(self._child.own_folder()))
         note_writes(self._child.writable, self._note)
         return os.fdopen(commands, "r").readline
 
     def _note(self, write: str) -> None:
-        self.wrote = self.wrote or write
+        if not _is_of_levers():
+            self.wrote = self.wrote or write
+
+
+def _is_of_levers() -> bool:
+    """Is it a lever that writes, or a compiler: what compiled kernels are kept in, and does not change a step?"""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(("flatout.kernels.", "flatout.levers.", "torch._inductor.")):
+            return True
+        if name.partition(".")[0] not in {"flatout", *sys.stdlib_module_names}:  # what the others do is asked of them
+            return False
+    return False
 
 
 def _children() -> str:
@@ -208,8 +223,8 @@ def _end_openmp_threads() -> None:
 
 def _end_progress_monitor() -> None:
     """The thread that redraws tqdm's bars; the next bar starts another."""
-    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    monitor = getattr(bars, "monitor", None)
-    if bars is not None and monitor is not None:
+    module = sys.modules.get("tqdm._monitor")
+    monitors = [] if module is None else [one for one in threading.enumerate() if isinstance(one, module.TMonitor)]
+    for monitor in monitors:
         monitor.exit()
-        bars.monitor = None
+        monitor.tqdm_cls.monitor = None

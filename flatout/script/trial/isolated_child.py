@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -84,6 +85,10 @@ class IsolatedChild:
     def writable(self) -> list[Path]:
         """Folders to which trials write for real."""
         return [Path(path) for path in (self._config["scratch"], *self._config["shared"])]
+
+    def own_folder(self) -> Path:
+        """A new folder for this process's temporary files, removed with the trial's."""
+        return Path(tempfile.mkdtemp(dir=self._config["scratch"]))
 
     def become(self, write_fd: int) -> None:
         """This process was forked from that of another trial, and answers a parent's end of its own."""

@@ -49,6 +49,8 @@ class TrialConfig(TypedDict):
     target: TargetSettings
     scratch: str
     shared: list[str]
+    turns: str
+    """The folder in which trials take turns; one of the shared."""
     isolation: Literal["auto", "overlay", "guard"]
     allow_network: bool
     parent: int

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
@@ -53,7 +53,6 @@ from flatout.search.deadline import BudgetSpent, Deadline
 
 if TYPE_CHECKING:
     from flatout.script.trial.fork_server import ForkServer
-    from flatout.script.trial.started_script import StartedScript
 
 START_TIMEOUT_SECONDS = 1800.0
 HANG_FLOOR_SECONDS = 30.0
@@ -91,6 +90,15 @@ class Starts:
         return self.seconds >= LONG_START_SECONDS and 2 * self.cores <= SIDE_BY_SIDE * usable_cores()
 
 
+class Started(Protocol):
+    """Processes at the script's first step, from which trials are forked: `started_script`."""
+
+    obstacle: str
+    """Why no more are; '' if they are."""
+
+    def process(self, setup: TrialSetup, choices: Sequence[Choice]) -> TrialProcess | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrialSetup:
     """What every trial of one search has in common."""
@@ -114,7 +122,7 @@ class TrialSetup:
     """Extra environment variables of the trials; with any, a trial is never forked."""
     fork_server: ForkServer | None = None
     """Forks trials where it can; None: each is a new process."""
-    started: StartedScript | None = None
+    started: Started | None = None
     """Forks them at the script's first step, where it can; None: each starts the script."""
     deadline: Deadline | None = None
     """Of the tune; what overruns it is named in its explanation."""
@@ -150,16 +158,6 @@ class TrialSetup:
     @property
     def starts_once(self) -> bool:
         return self.starts.fork_obstacle == ""
-
-    @contextlib.contextmanager
-    def started_once(self) -> Iterator[TrialSetup]:
-        from flatout.script.trial.started_script import StartedScript
-
-        if not self.starts_once:
-            yield self
-            return
-        with StartedScript() as started:
-            yield replace(self, started=started)
 
     def sharing(self, folder: Path) -> TrialSetup:
         """The same, with a folder to which trials write for real."""
@@ -407,11 +405,13 @@ class TrialProcess(CommandedTrial):
 
     def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()
-        target = self.setup.target
+        target, turns = self.setup.target, self.setup.work_folder / "turns"
+        turns.mkdir(exist_ok=True)
         return {
             "target": {"path": target.path, "module": target.module, "arguments": list(target.arguments)},
             "scratch": str(self._folder / "scratch"),
-            "shared": [str(path) for path in (inductor_folder(), *self.setup.shared)],
+            "shared": [str(path) for path in (inductor_folder(), turns, *self.setup.shared)],
+            "turns": str(turns),
             "isolation": self.setup.isolation,
             "allow_network": self.setup.allow_network,
             "parent": os.getpid(),

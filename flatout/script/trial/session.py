@@ -36,7 +36,11 @@ from flatout.script.trial.answers import most_of
 from flatout.script.trial.forking import ForkPoint
 from flatout.script.trial.isolated_child import Answer
 from flatout.script.trial.messages import Command
+from flatout.script.trial.turn import Turn
 from flatout.script.watch import Watch
+
+STEPPING = frozenset(("window", "breakdown", "work", "operators", "peak", "numerics"))
+"""Commands for which steps are run."""
 
 
 class Child(Protocol):
@@ -67,12 +71,14 @@ class Session:
         choices: Sequence[Sequence[ChoiceValue]],
         read: Callable[[], str],
         point: ForkPoint | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        """point: where other trials are forked from this process."""
+        """point: where other trials are forked from this process; turn: to run steps, which trials take in turn."""
         self.watch = Watch()
         self.levers = load_levers(levers)
         self.applied = Applied(self.watch.subject)
-        self._child, self._read, self._write, self._point = child, read, child.write, point
+        self._child, self._read, self._write = child, read, child.write
+        self._point, self._turn = point, turn
         self._start_choices = choices_from_json(choices, self.levers)
         self._task: Callable[[], bool] | None = None
         self._device: Device | None = None
@@ -82,6 +88,8 @@ class Session:
         self._unseeded: list[str] = []
         """Places in the script that took a seed from the system or the clock, and got ours instead."""
         self.watch.at_boundary.append(child.guarded(self._boundary))
+        if turn is not None:
+            self.watch.at_call.append(turn.take)
 
     def install(self) -> None:
         seeds = TrialSeeds(self.at_torch)
@@ -120,10 +128,13 @@ class Session:
             if self.watch.may_be_inside_a_step():
                 return
             self._device = device_of(self.watch.subject)
+            self.watch.at_call.clear()
             self._write_ready()
         elif self._task is not None and not self._task():
             return
         self._task = None
+        if self._turn is not None:
+            self._turn.leave()
         while self._task is None:
             self._task = self._command()
 
@@ -136,6 +147,8 @@ class Session:
         line = self._read()
         command: Command = json.loads(line) if line else {"do": "stop"}
         self.watch.resume()
+        if self._turn is not None and command["do"] in STEPPING:
+            self._turn.take()
         start: Callable[[Command], Callable[[], bool] | None] = {
             "describe": self._describe,
             "window": self._window,

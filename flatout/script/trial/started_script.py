@@ -1,8 +1,7 @@
 """Trials that are forked from a script at its first step, so that they pay for one start of it: the parent's side.
 
-    with StartedScript() as started:
-        setup = replace(setup, started=started)
-        with setup.trial() as first, setup.trial() as second: ...     # the script has been started once
+    with started_once(setup) as setup, setup.trial() as first, setup.trial() as second:
+        ...                                                           # the script has been started once
 
 What a fork cannot have is said by `forking`. Where there is such an obstacle, or a fork has written to files that the
 next would find, trials are started by themselves.
@@ -10,7 +9,8 @@ next would find, trials are started by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,13 @@ from flatout.script.trial.process import TrialProcess
 if TYPE_CHECKING:
     from flatout.levers.lever import Choice
     from flatout.script.trial.process import TrialSetup
+
+
+@contextlib.contextmanager
+def started_once(setup: TrialSetup) -> Iterator[TrialSetup]:
+    """The same, whose trials are forked so within the context, where that is possible."""
+    with StartedScript() as started:
+        yield replace(setup, started=started)
 
 
 class StartedScript:

@@ -8,7 +8,6 @@ All ranks are in one isolation: they see one another's files and processes, and 
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -70,9 +69,6 @@ class ScriptRanks:
 
     def in_new_processes(self) -> ScriptRanks:
         return self
-
-    def started_once(self) -> contextlib.AbstractContextManager[ScriptRanks]:
-        return contextlib.nullcontext(self)
 
     def sharing(self, folder: Path) -> ScriptRanks:
         return replace(self, setup=self.setup.sharing(folder))
