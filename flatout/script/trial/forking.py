@@ -27,8 +27,10 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
+from flatout.replaced import replaced
 from flatout.script.isolation import kernel, note_writes, redirect_temporary_files
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class ForkPoint:
         self._socket = None if forks is None else socket.socket(fileno=forks)
         if self._socket is not None:
             self._socket.set_inheritable(False)
+        self._held = contextlib.ExitStack()
+        self._pool_threads = 0
         self.wrote = ""
         """The first write of a process that was forked; '' while there was none, or it is not watched."""
 
@@ -60,7 +64,7 @@ class ForkPoint:
         own = {self._commands, self._child.answers_descriptor}
         if self._socket is not None:
             own.add(self._socket.fileno())
-        return _children() or _gpu() or _shared_memory() or _descriptors(own) or _threads()
+        return _children() or _gpu() or _shared_memory() or _descriptors(own) or self._threads()
 
     def fork(self) -> Callable[[], str] | None:
         assert self._socket is not None
@@ -72,7 +76,9 @@ class ForkPoint:
         forked, state = os.getpid(), random.getstate()
         pid = os.fork()
         if not pid:
-            return self._become(forked, given, state)
+            read = self._become(forked, given)
+            random.setstate(state)  # Python has seeded it anew
+            return read
         for number in given:
             os.close(number)
         self._child.write({"event": "forked", "pid": pid})
@@ -90,13 +96,12 @@ class ForkPoint:
         with contextlib.suppress(ProcessLookupError):  # it had no group yet
             os.kill(pid, signal.SIGKILL)
 
-    def _become(self, forked: int, given: list[int], state: tuple[object, ...]) -> Callable[[], str]:
+    def _become(self, forked: int, given: list[int]) -> Callable[[], str]:
         """This is the new process."""
         kernel.die_with_parent(signal.SIGKILL)
         if os.getppid() != forked:
             os._exit(1)
         os.setpgid(0, 0)
-        random.setstate(state)  # Python has just seeded it anew
         assert self._socket is not None
         self._socket.close()
         self._socket = None
@@ -113,6 +118,32 @@ class ForkPoint:
         redirect_temporary_files(str(self._child.own_folder()))
         note_writes(self._child.writable, self._note)
         return os.fdopen(commands, "r").readline
+
+    def follow_threads(self, torch: ModuleType) -> None:
+        """Call it when torch has been imported. Its first `set_num_threads` starts a pool of threads besides those of
+        OpenMP, which a forked process makes anew where it needs it."""
+        self._held.enter_context(replaced(torch, "set_num_threads", self._noting_threads))
+
+    def _noting_threads(self, original: Callable[[int], None]) -> Callable[[int], None]:
+        def set_num_threads(count: int) -> None:
+            before = _count_threads()
+            original(count)
+            self._pool_threads += max(0, _count_threads() - before)
+
+        return set_num_threads
+
+    def _threads(self) -> str:
+        """Those of OpenMP end when asked, and those of numpy's BLAS whenever a process is forked."""
+        _end_progress_monitor()
+        _end_openmp_threads()
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        if _count_threads() == 1 + self._pool_threads:
+            return ""
+        names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        return f"it has threads: {', '.join(names)}" if names else "it has threads that Python does not know"
 
     def _note(self, write: str) -> None:
         if not _is_of_levers():
@@ -141,8 +172,7 @@ def _children() -> str:
 
 
 def _gpu() -> str:
-    torch = sys.modules["torch"]
-    return "backward passes have a thread for each GPU" if torch.cuda.device_count() else ""
+    return "backward passes have a thread for each GPU" if sys.modules["torch"].cuda.device_count() else ""
 
 
 def _shared_memory() -> str:
@@ -199,19 +229,8 @@ def _reopen(number: int) -> None:
     os.close(opened)
 
 
-def _threads() -> str:
-    """Those of OpenMP end when asked, and those of numpy's BLAS whenever a process is forked: what is left afterwards
-    is the script's."""
-    _end_progress_monitor()
-    _end_openmp_threads()
-    pid = os.fork()
-    if not pid:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    if len(os.listdir("/proc/self/task")) == 1:
-        return ""
-    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    return f"it has threads: {', '.join(names)}" if names else "it has threads that Python does not know"
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _end_openmp_threads() -> None:

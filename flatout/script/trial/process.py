@@ -47,7 +47,7 @@ from flatout.script.trial.answers import (
     TrialStopped,
 )
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, as_json
-from flatout.script.trial.forked import ForkOfTrial
+from flatout.script.trial.forked import KILLED, ForkOfTrial
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent, Deadline
 
@@ -365,7 +365,9 @@ class TrialProcess(CommandedTrial):
         return ForkOfTrial(self, self._ask({"do": "fork"}, FORK_SECONDS)["pid"])
 
     def exit_code_of(self, number: int) -> int | None:
-        """Of one that was forked from it; None while that runs."""
+        """Of one that was forked from it, and ends with it; None while that runs."""
+        if self._process is None:
+            return KILLED
         code: int | None = self._ask({"do": "poll", "pid": number}, FORK_SECONDS)["code"]
         return code
 

@@ -107,7 +107,8 @@ class Session:
     @property
     def at_torch(self) -> list[Callable[[ModuleType], object]]:
         """Called once torch has been imported."""
-        return [self.watch.install, self._torch_imported, *self._child.torch_hooks]
+        of_fork = [] if self._point is None else [self._point.follow_threads]
+        return [*of_fork, self.watch.install, self._torch_imported, *self._child.torch_hooks]
 
     def ended(self) -> Answer | None:
         """What was recorded until then; an unfinished window has no answer but the end."""

@@ -36,5 +36,6 @@ class Turn:
 
     def leave(self) -> None:
         if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a loader's workers may have it open too
             self._file.close()
             self._file = None
