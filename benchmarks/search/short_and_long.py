@@ -9,7 +9,8 @@ A long tune may end early, when all that applies was tried.
     python -m benchmarks.search.short_and_long --out short_and_long.json --checkouts checkouts
 
 Public scripts need checkouts (see benchmarks/scripts/README.md); without them only this project's own are tuned. A
-script that --out holds already is not tuned again.
+script that --out holds already is not tuned again; with --again, for --short seconds, and compared with the long tune
+that is there.
 """
 
 from __future__ import annotations
@@ -77,10 +78,15 @@ def seconds_to_most_of_the_gain(trials: Sequence[Any]) -> float | None:
     return None
 
 
-def cell(name: str, short_seconds: float, long_seconds: float, checkouts: Path | None) -> dict[str, Any] | None:
-    """Both tunes of a script and the comparison of their plans."""
-    tunes = {}
+def cell(
+    name: str, short_seconds: float, long_seconds: float, checkouts: Path | None, long: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Both tunes of a script and the comparison of their plans. long: such a tune of before; None: it is made now."""
+    tunes: dict[str, Any] = {}
     for kind, seconds in (("short", short_seconds), ("long", long_seconds)):
+        if kind == "long" and long is not None:
+            tunes[kind] = long
+            continue
         found = in_its_place(name, checkouts, MODULE, [str(seconds)])
         if found is None:
             return None
@@ -140,13 +146,16 @@ def main() -> int:
     parser.add_argument("--long", type=float, default=1800.0, help="seconds of the long tunes")
     parser.add_argument("--checkouts", type=Path)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--again", action="store_true", help="make the short tunes again")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"scripts": {}}
     for name in arguments.only:
-        if name not in document["scripts"]:
+        before = document["scripts"].get(name)
+        if before is None or arguments.again:
             checkouts = arguments.checkouts and arguments.checkouts.resolve()
-            found = cell(name, arguments.short, arguments.long, checkouts)
+            long = None if before is None else before["long"]
+            found = cell(name, arguments.short, arguments.long, checkouts, long)
             if found is None:
                 continue
             document["machine"] = found["short"]["machine"]
