@@ -284,15 +284,19 @@ class TrialProcess(CommandedTrial):
         self._answer_read, answer_write = os.pipe()
         given = [command_read, answer_write]
         errors_path = self._folder / "errors.log" if self.setup.errors_apart else self.log_path
-        with self._stdin() as stdin, open(self.log_path, "ab") as log, open(errors_path, "ab") as errors:
-            self._spawned_at = time.perf_counter()
-            if self._parent is not None:
-                self._loaded_seconds = self._parent.startup_seconds or 0.0
-                self._process = self._parent.fork([stdin, log, errors], given)
-            else:
-                self._start_process([stdin, log, errors], given, command, environment)
-        for descriptor in given:
-            os.close(descriptor)
+        try:
+            with self._stdin() as stdin, open(self.log_path, "ab") as log, open(errors_path, "ab") as errors:
+                self._spawned_at = time.perf_counter()
+                if self._parent is not None:
+                    self._loaded_seconds = self._parent.startup_seconds or 0.0
+                    self._process = self._parent.fork([stdin, log, errors], given)
+                else:
+                    self._start_process([stdin, log, errors], given, command, environment)
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
+            if self._process is None:
+                self._close_descriptors()
 
     def _start_process(
         self,
@@ -364,15 +368,22 @@ class TrialProcess(CommandedTrial):
         socket.send_fds(self._forks, [b"."], [*(stream.fileno() for stream in streams), *pipes])
         return ForkOfTrial(self, self._ask({"do": "fork"}, FORK_SECONDS)["pid"])
 
+    def _ask_of_fork(self, do: str, number: int) -> Any:  # JSON
+        command: Command = {"do": do, "pid": number}
+        answer = self._ask(command, FORK_SECONDS)
+        while (answer["event"], answer.get("pid")) != (do, number):  # Ctrl-C may have left an earlier one unread
+            answer = self._answer(FORK_SECONDS)
+        return answer
+
     def exit_code_of(self, number: int) -> int | None:
         """Of one that was forked from it, and ends with it; None while that runs."""
         if self._process is None:
             return KILLED
-        code: int | None = self._ask({"do": "poll", "pid": number}, FORK_SECONDS)["code"]
+        code: int | None = self._ask_of_fork("poll", number)["code"]
         return code
 
     def kill(self, number: int) -> None:
-        self._ask({"do": "kill", "pid": number}, FORK_SECONDS)
+        self._ask_of_fork("kill", number)
 
     def operators(self, choices: Sequence[Choice]) -> StepOperators:
         """Of one step under these levers, which takes several times as long."""
@@ -395,6 +406,11 @@ class TrialProcess(CommandedTrial):
             self._process.end()
         else:
             _end(self._process)
+        self._close_descriptors()
+        cleanup(self._folder / "scratch")
+        self._process = None
+
+    def _close_descriptors(self) -> None:
         if self._forks is not None:
             self._forks.close()
         for descriptor in (self._command_write, self._answer_read, self._terminal):
@@ -402,8 +418,7 @@ class TrialProcess(CommandedTrial):
                 continue
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        cleanup(self._folder / "scratch")
-        self._process = self._terminal = None
+        self._terminal = None
 
     def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()

@@ -335,12 +335,12 @@ class Session:
 
     def _poll(self, command: Command) -> None:
         assert self._point is not None
-        self._write({"event": "polled", "code": self._point.poll(command["pid"])})
+        self._write({"event": "poll", "pid": command["pid"], "code": self._point.poll(command["pid"])})
 
     def _kill(self, command: Command) -> None:
         assert self._point is not None
         self._point.kill(command["pid"])
-        self._write({"event": "killed"})
+        self._write({"event": "kill", "pid": command["pid"]})
 
     def _state(self) -> dict[str, object]:
         return {
