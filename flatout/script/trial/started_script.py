@@ -52,11 +52,16 @@ class StartedScript:
         key = tuple((choice.field, choice.value) for choice in choices)
         if key not in self._processes:
             process = TrialProcess(replace(setup, started=None), choices, label="start", is_forked=True)
-            self._processes[key] = process
-            process.start()
-            self.obstacle = setup.starts.fork_obstacle = process.fork_obstacle()
+            try:
+                process.start()
+                self.obstacle = setup.starts.fork_obstacle = process.fork_obstacle()
+            except BaseException:
+                process.close()
+                raise
             if self.obstacle:
+                process.close()
                 return None
+            self._processes[key] = process
         return self._processes[key]
 
     def close(self) -> None:
