@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import random
 import re
@@ -217,6 +216,8 @@ def _regular_files(own: Collection[int]) -> list[int]:
 
 
 def _flags(number: int) -> int:
+    import fcntl  # Windows lacks it, and must be able to import this file
+
     return fcntl.fcntl(number, fcntl.F_GETFL) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
 
 

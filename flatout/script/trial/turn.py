@@ -13,7 +13,6 @@ The kernel takes it from a process that ends.
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 from typing import IO
 
@@ -30,11 +29,15 @@ class Turn:
 
     def take(self) -> None:
         """Nothing changes where it has the turn already."""
+        import fcntl  # Windows lacks it, and must be able to import this file
+
         if self._file is None:
             self._file = open(self._path, "ab")  # noqa: SIM115 - closed by `leave`
             fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def leave(self) -> None:
+        import fcntl
+
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)  # a loader's workers may have it open too
             self._file.close()
