@@ -205,15 +205,15 @@ class Process(Protocol):
 
 
 class TrialProcess(CommandedTrial):
-    """One child. is_forked: are others forked from it, at its first step?"""
+    """One child. may_be_forked: can others be forked from it, at its first step?"""
 
     def __init__(
-        self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial", is_forked: bool = False
+        self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial", may_be_forked: bool = False
     ) -> None:
         super().__init__(setup, choices, label=label)
         self.step_kind = ""
         self._process: Process | ForkOfTrial | None = None
-        self._is_forked = is_forked
+        self._may_be_forked = may_be_forked
         self._forks: socket.socket | None = None
         """Where it is forked: brings it the descriptors of those processes."""
         self._parent: TrialProcess | None = None
@@ -308,7 +308,7 @@ class TrialProcess(CommandedTrial):
         """Forked by the server where that is possible. given: what to pass beside the streams; to be closed here."""
         config = self._folder / "config.json"
         settings = self._config(given[0], given[1], command)
-        if self._is_forked:
+        if self._may_be_forked:
             self._forks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             given.append(theirs.detach())
             settings["forks_fd"] = given[-1]

@@ -51,7 +51,7 @@ class StartedScript:
             return None
         key = tuple((choice.field, choice.value) for choice in choices)
         if key not in self._processes:
-            process = TrialProcess(replace(setup, started=None), choices, label="start", is_forked=True)
+            process = TrialProcess(replace(setup, started=None), choices, label="start", may_be_forked=True)
             try:
                 process.start()
                 self.obstacle = setup.starts.fork_obstacle = process.fork_obstacle()
