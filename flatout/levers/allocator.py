@@ -37,7 +37,7 @@ class RetainMemory(Lever):
 
     name = "malloc retains memory"
     plan_field = "allocator"
-    switch = "start"
+    switch = "once"
     """Once mallopt was called, glibc no longer adapts its thresholds: the process can no longer serve as a baseline."""
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:

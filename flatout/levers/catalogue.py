@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from flatout.levers.lever import Choice, Lever
 from flatout.plan_choices import Scope, declared
 
-SWITCHES = ("live", "start", "loader", "process")
+SWITCHES = ("live", "once", "loader", "process")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ the numbers:
 
 `switch` says when it can be turned on or off:
     live       between two steps of a running process
-    start      before the script trains: what it changes in a process stays changed
+    once       between two steps, but not off again: what it changes in a process stays changed
     loader     when a loader makes its next iterator
     process    only through the environment of a new process
 
@@ -27,7 +27,7 @@ from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.plan_choices import Aim, ChoiceValue, Declared, Exactness, declared
 
-Switch = Literal["live", "start", "loader", "process"]
+Switch = Literal["live", "once", "loader", "process"]
 
 Value = ChoiceValue
 """What a plan may hold for one of its choices."""

@@ -27,7 +27,7 @@ class LiveBatches(Lever):
 
     name = "live batches"
     plan_field = "live_batches"
-    switch = "start"
+    switch = "loader"
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: object) -> Iterator[None]:

@@ -91,9 +91,9 @@ def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
     In forks of a process that has loaded torch the gain of a step of 0.4 ms came out 3 % too high (16 pairs). Two of
     three tunes with longer steps stated 4 and 11 % too much in forks, and none of them in new processes; the machine
     was busier during the former. few: the script's length, where whole runs are compared; as it is started many
-    times, its trials stay as they are.
+    times, its trials are forked from a process that has loaded torch.
     """
-    return trials.in_new_processes() if few is None else trials
+    return trials.in_new_processes() if few is None else trials.from_the_start()
 
 
 def compare_in_fresh_processes(

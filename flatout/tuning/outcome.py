@@ -69,8 +69,8 @@ def search_and_prove(
         state.warnings += contended
         if state.stopped_after_seconds is not None:
             step_seconds = state.first_observed.step_seconds or 0.0
-            restart, few = state.restart_seconds, state.few_steps
-            needed = least_seconds(step_seconds, restart, trials, deadline.budget_seconds, few)
+            startup_seconds, few = state.startup_seconds or 0.0, state.few_steps
+            needed = least_seconds(step_seconds, startup_seconds, trials, deadline.budget_seconds, few)
             deadline = deadline.within(max(PATIENCE * needed, PATIENCE_SECONDS))
         verifier = Verifier(trials, state, deadline, progress, limits.exactness)
         proof, final = verifier.run()

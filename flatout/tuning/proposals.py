@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flatout.levers.lever import Choice, Lever, Saving
+from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.machine.description import Machine
 from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.search.deadline import Deadline
@@ -13,6 +13,7 @@ from flatout.search.search import Proposal
 from flatout.search.trial import Trial
 from flatout.tuning.history import History, Training
 from flatout.tuning.results import SearchState
+from flatout.tuning.trials import Trials
 from flatout.tuning.worth_trying import saving_per_second, worth_trying
 
 TRIALS_COST = 2.0
@@ -47,12 +48,11 @@ class Proposals:
         machine: Machine,
         state: SearchState,
         limits: SearchLimits,
-        kind: str,
+        trials: Trials,
         history: History,
     ) -> None:
-        """kind: 'script' or 'step'."""
         self._levers = {lever.name: lever for lever in levers}
-        self._machine, self._state, self._kind = machine, state, kind
+        self._machine, self._state, self._trials = machine, state, trials
         self._exactness, self._only = limits.exactness, None if limits.only is None else dict(limits.only)
         self._history = history
 
@@ -68,7 +68,7 @@ class Proposals:
     def proposal(self, name: str) -> Proposal[Choice]:
         lever, asked = self._levers[name], self._only is not None
         seen, few = self._state.observed, self._state.few_steps
-        found = worth_trying(lever, self._machine, seen, self._exactness, asked=asked, few=few, kind=self._kind)
+        found = worth_trying(lever, self._machine, seen, self._exactness, asked=asked, few=few, kind=self._trials.kind)
         values, reason = found.values, found.reason
         if self._only is not None and values:
             wanted = self._only[lever.plan_field]
@@ -92,7 +92,8 @@ class Proposals:
         best = next(iter(self.proposal(name).candidates), None)
         saving = lever.saving(self._machine, state.observed) if best is None else self.saving(best)
         value = None if best is None else best.value
-        return saving_per_second(lever, saving.expected, state.observed, state.restart_seconds, value)
+        restart_seconds = state.restart_seconds(self._trials, () if best is None else split_by_switch((best,))[0])
+        return saving_per_second(lever, saving.expected, state.observed, restart_seconds, value)
 
     def leading(self) -> list[str]:
         """Levers of which the others depend, as where the model is: what these save is measured under them."""
@@ -114,7 +115,7 @@ class Proposals:
     @property
     def _training(self) -> Training:
         state = self._state
-        return Training.of(self._kind, state.loop, state.first_observed, state.observed.device)
+        return Training.of(self._trials.kind, state.loop, state.first_observed, state.observed.device)
 
     def _belongs_in_a_bundle(self, choice: Choice) -> bool:
         lever = choice.lever

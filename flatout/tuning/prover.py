@@ -1,6 +1,6 @@
 """Prove a set of levers in new processes: record the plain script, record it with the levers, judge each claim.
 
-prover = Prover(trials, Pattern(step_seconds=0.01, startup_seconds=3), Deadline(120))
+prover = Prover(trials, Pattern(step_seconds=0.01, start_seconds=3), Deadline(120))
 proof = prover.prove(choices)              # verdict, reason, horizon, one Claim per class of levers
 prover.close()
 
@@ -24,8 +24,6 @@ from flatout.levers.lever import Choice, split_by_switch
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.script.trial.answers import TrialEnded
-from flatout.script.trial.process import TrialSetup
-from flatout.script.trial.started_script import started_once
 from flatout.search.deadline import Deadline
 from flatout.tuning import levels
 from flatout.tuning import proof as judge
@@ -89,7 +87,8 @@ class Pattern:
     """What is known of the script's run, which determines the length of a proof."""
 
     step_seconds: float
-    startup_seconds: float = 0.0
+    start_seconds: float = 0.0
+    """Of a plain run."""
     levers_start_seconds: float = 0.0
     """Extra time to start a run with the levers."""
     total_steps: int | None = None
@@ -98,14 +97,11 @@ class Pattern:
     """Of one pass over the training loader; None: there is no loader, or its length is unknown."""
     few: FewSteps | None = None
     """The script's length, where it is so short that all of its steps are recorded."""
-    kinds_of_start: int = 1
-    """Sets of levers that runs have on from the start of their process: 2 where the kept ones include such."""
 
-    def starting_seconds(self, trials: Trials, runs: int) -> float:
-        """Of so many runs, until each is at its first step."""
-        if trials.starts_once:
-            return self.kinds_of_start * self.startup_seconds
-        return runs * self.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
+    def starting_seconds(self, trials: Trials, runs: RunsMade) -> float:
+        """Until each run is at its first step, and its levers are on."""
+        plain_seconds = runs.all * self.start_seconds * (SHARED_START if trials.starts_overlap else 1.0)
+        return plain_seconds + runs.with_levers * self.levers_start_seconds
 
 
 def least_seconds(pattern: Pattern, trials: Trials, claims: Collection[Exactness] = REDUCED) -> float:
@@ -116,8 +112,7 @@ def least_seconds(pattern: Pattern, trials: Trials, claims: Collection[Exactness
         if steps < judge.LEAST_LOSSES:  # no 'reduced' lever is tried
             runs = RunsMade.for_claims(ROUNDING)
     recording = RECORDING_FACTOR * steps * pattern.step_seconds
-    starting = pattern.starting_seconds(trials, runs.all)
-    return starting + runs.all * recording + runs.with_levers * pattern.levers_start_seconds
+    return pattern.starting_seconds(trials, runs) + runs.all * recording
 
 
 class RunsMade(NamedTuple):
@@ -147,13 +142,8 @@ class Prover:
         latest: Deadline | None = None,
     ) -> None:
         """latest: of runs without which a lever would be rejected; None: `deadline`."""
-        self._folder = Path(tempfile.mkdtemp(prefix="reference-", dir=trials.work_folder))
-        self._apart = trials.sharing(self._folder)
-        """Each starts by itself."""
-        self._forks = contextlib.ExitStack()
-        self._trials = self._apart
-        if isinstance(self._apart, TrialSetup) and self._apart.starts_once:
-            self._trials = self._forks.enter_context(started_once(self._apart))
+        self._folder = Path(tempfile.mkdtemp(prefix="reference-", dir=trials.shared_folder))
+        self._trials = trials
         self._pattern, self._deadline, self._progress = pattern, deadline, progress
         self._latest = latest or deadline
         self._steps: int | None = None
@@ -181,8 +171,7 @@ class Prover:
     def has_time_for(self, runs: int, deadline: Deadline | None = None) -> bool:
         """Is there time for this many more runs of the usual length? deadline: None: that of the proof."""
         pattern = self._pattern
-        starting = pattern.startup_seconds if self._trials is self._apart else 0.0
-        run_seconds = starting + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
+        run_seconds = pattern.start_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
         return runs * run_seconds <= (deadline or self._deadline).seconds_left
 
     def arms(self, choices: Sequence[Choice]) -> tuple[Arm, Arm] | None:
@@ -199,7 +188,6 @@ class Prover:
     def close(self) -> None:
         self._drop_prestarted()
         self._drop_kept()
-        self._forks.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def prove(self, choices: Sequence[Choice]) -> Proof:
@@ -419,7 +407,8 @@ class Prover:
         )
         from_start, live = split_by_switch(choices)
         process, alone = self._next_process(from_start, then)
-        alone = alone and not self._kept and self._trials is self._apart
+        by_themselves = self._trials.from_the_start()
+        alone = alone and not self._kept and by_themselves is self._trials
         with self._deadline.stage("the proof"), contextlib.ExitStack() as stack:
             stack.enter_context(process)
             try:
@@ -436,8 +425,7 @@ class Prover:
         self._drop_prestarted()
         self._drop_kept()
         self.keeps_processes = False
-        self._forks.close()
-        self._trials = self._apart
+        self._trials = by_themselves
         # Two processes at once may need more memory than there is.
         return self._record(choices, role=role, nudge=nudge, nudge_seed=nudge_seed, gradient_noise=gradient_noise)
 
@@ -468,8 +456,7 @@ class Prover:
         self._drop_prestarted()
         if process is None:
             process = self._trials.trial(from_start, label="proof")
-            if self._trials is self._apart:
-                process.spawn()
+            process.spawn()
         if then is not None and self._trials.starts_overlap:
             next_from_start, _ = split_by_switch(then)
             self._prestarted = next_from_start, self._trials.trial(next_from_start, label="proof")
@@ -491,7 +478,7 @@ class Prover:
         if pattern.epoch_steps:
             wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
         runs = RunsMade.for_claims(claims)
-        starting = pattern.starting_seconds(self._trials, runs.all) + runs.with_levers * pattern.levers_start_seconds
+        starting = pattern.starting_seconds(self._trials, runs)
         available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - starting)
         least = LEAST_SHARE * self._deadline.budget_seconds
         affordable = int(max(available, least) / (runs.all * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))

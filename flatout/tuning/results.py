@@ -7,6 +7,7 @@ Tuned         the plan with all of that, of a script or a training step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -22,6 +23,7 @@ from flatout.statistics import Comparison
 from flatout.tuning.devices.found import DevicesTuned
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
+from flatout.tuning.trials import Trials
 from flatout.tuning.whole_run import WholeRun
 from flatout.tuning.windows import Pairing
 
@@ -102,11 +104,13 @@ class SearchState(Record[Choice]):
     isolation: dict[str, object] = field(default_factory=dict)
     startup_seconds: float | None = None
     """Of the script in a new process, until the first step is recognized."""
-    restart_seconds: float = 0.0
-    """To start it again: less where trials are forked from a process that has loaded torch."""
     compiled_graphs: set[Graph] = field(default_factory=set)
     """What trials compiled, which later processes find in the cache."""
     warnings: list[str] = field(default_factory=list)
+
+    def restart_seconds(self, trials: Trials, choices: Sequence[Choice] = ()) -> float:
+        """Of one more trial, with these choices on from its start."""
+        return max(0.0, (self.startup_seconds or 0.0) - trials.spared_seconds(choices))
 
     @property
     def flops_per_step(self) -> float | None:

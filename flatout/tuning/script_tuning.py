@@ -19,6 +19,7 @@ from flatout.script.own_files import source_digests
 from flatout.script.trial.fork_server import ForkServer
 from flatout.script.trial.process import TrialSetup, terminal_size
 from flatout.script.trial.session import load_levers
+from flatout.script.trial.started_script import StartedScript
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
 from flatout.tuning.devices.choosing import DEVICES_SHARE, DevicesAsked, choose_devices
@@ -74,7 +75,7 @@ def tune_script(
     request.target.check()
     deadline = deadline or Deadline(request.budget_seconds)
     sources = source_digests(request.target)  # now: it may be edited during the tune
-    with work_folder() as folder, ForkServer() as fork_server:
+    with work_folder() as folder, ForkServer() as fork_server, StartedScript() as started:
         setup = TrialSetup(
             target=request.target,
             work_folder=folder,
@@ -85,6 +86,7 @@ def tune_script(
             hang_floor_seconds=request.hang_floor_seconds,
             terminal_size=terminal_size(),
             fork_server=fork_server,
+            started=started,
             deadline=deadline,
         )
         levers = load_levers(request.levers)
@@ -102,6 +104,7 @@ def tune_script(
             fit_bytes=request.fit_bytes,
         )
         found = search_and_prove(trials, machine, levers, limits, progress)
+        started.close()  # it takes memory
         whole = found.verifier.whole_run(found.final)
         if found.state.fit is not None:
             progress("measuring the memory of a step in a new process")

@@ -18,6 +18,7 @@ from flatout.levers.lever import Choice, Lever, Saving, graph_of, split_by_switc
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.script.trial.answers import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
+from flatout.script.trial.started_script import mostly_waited
 from flatout.search.deadline import BudgetSpent
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome, Trial
@@ -29,7 +30,7 @@ from flatout.tuning.history import History
 from flatout.tuning.proposals import TRIALS_COST, Proposals, SearchLimits
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
-from flatout.tuning.trials import RunningTrial, Trials, mostly_waited
+from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
 from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds
@@ -76,7 +77,7 @@ class TrainingSearch(Search[Choice]):
         super().__init__(SearchState(total_steps=limits.total_steps), limits.deadline, progress)
         self.trials = trials
         self.machine, self.levers, self.limits = machine, levers, limits
-        self._proposals = Proposals(levers, machine, self.state, limits, trials.kind, history or History())
+        self._proposals = Proposals(levers, machine, self.state, limits, trials, history or History())
         self._process: RunningTrial | None = None
         self._process_has: list[Choice] = []
         """The choices on from the start of that process."""
@@ -109,7 +110,11 @@ class TrainingSearch(Search[Choice]):
         return least_trial_seconds(self.state.first_observed)
 
     def _whole_runs_seconds(self, few: FewSteps, step_seconds: float) -> float:
-        return few.least_seconds(step_seconds, self.state.restart_seconds)
+        return few.least_seconds(step_seconds, self._restart_seconds())
+
+    def _restart_seconds(self, choices: Sequence[Choice] = ()) -> float:
+        """Of one more trial under these choices."""
+        return self.state.restart_seconds(self.trials, self._from_start(choices))
 
     def close(self) -> None:
         if self._process is not None:
@@ -269,7 +274,6 @@ class TrainingSearch(Search[Choice]):
             process = self._main()
         self.state.isolation = dict(process.isolation)
         self.state.startup_seconds = process.startup_seconds
-        self.state.restart_seconds = process.start_seconds or 0.0
         self._keep_back(0.0)
         described = process.describe()
         self.state.loop = described.loop
@@ -320,8 +324,8 @@ class TrainingSearch(Search[Choice]):
     def _least_for_verifier(self, step_seconds: float, compile_seconds: float | None = None) -> float:
         """compile_seconds: None: of what is kept."""
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
-        budget_seconds, restart_seconds = self._deadline.budget_seconds, self.state.restart_seconds
-        needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds, self.few)
+        budget_seconds, startup_seconds = self._deadline.budget_seconds, self.state.startup_seconds or 0.0
+        needed = least_seconds(step_seconds, startup_seconds, self.trials, budget_seconds, self.few)
         return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
 
     def _affordable_steps(self, step_seconds: float) -> int:
@@ -358,7 +362,7 @@ class TrainingSearch(Search[Choice]):
         if self.few is not None:
             return self.usual_trial_seconds
         fresh = self._process is None or self._from_start(wanted) != self._from_start()
-        restart_seconds = self.state.restart_seconds + self.usual_trial_seconds if fresh else 0.0
+        restart_seconds = self._restart_seconds(wanted) + self.usual_trial_seconds if fresh else 0.0
         compiled = next((one for one in wanted if one.lever.compiles), None)
         new = [one for one in wanted if one not in self.state.kept]
         again = any(one.lever.acts_on_forward or one.lever.recompiles for one in new)
@@ -457,7 +461,7 @@ class TrainingSearch(Search[Choice]):
             with self._started(self._from_start(choices)) as fresh:
                 yield Arm(fresh, self._live(choices))
 
-        pair_seconds = few.pair_seconds(self.first_seconds or 0.0, self.state.restart_seconds)
+        pair_seconds = few.pair_seconds(self.first_seconds or 0.0, self._restart_seconds(wanted))
         most = max(COMPARISON_SECONDS, WANTED_PAIRS * pair_seconds)
         pace = replace(few.pace, seconds=self._share(most))
         sides = (lambda: run(self.state.kept)), (lambda: run(wanted))
@@ -479,7 +483,7 @@ class TrainingSearch(Search[Choice]):
         self.state.few_steps = self.few or few_steps(end, step_seconds)
         if self.state.total_steps is None:
             self.state.total_steps = end.steps if self.few is None else self.few.steps
-        if step_seconds is not None and end.steps * step_seconds < self.state.restart_seconds:
+        if step_seconds is not None and end.steps * step_seconds < (self.state.startup_seconds or 0.0):
             self.state.short_run_steps = end.script_steps
 
     def _judge(self, pairing: Pairing) -> Measured:

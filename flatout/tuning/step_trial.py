@@ -70,6 +70,8 @@ class Begun(NamedTuple):
 
     copies: Copies
     generators: Mapping[str, object]
+    seconds: float
+    """What that took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,6 @@ class StepTrials:
     afresh: str = "on new copies"
     starts_overlap: bool = False
     """Copies are made one at a time."""
-    starts_once: bool = False
-    """What is at its first step is copied without: `begun`."""
     begun: list[Begun] = field(default_factory=list, repr=False)
     """What the plain step is after its first steps, once a trial has made them and they took long: later trials start
     from there."""
@@ -93,16 +93,18 @@ class StepTrials:
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> StepTrial:
         return StepTrial(self, choices)
 
-    @property
-    def loading_seconds(self) -> float:
-        return 0.0
+    def spared_seconds(self, choices: Sequence[Choice] = ()) -> float:
+        return 0.0 if choices or not self.begun else self.begun[0].seconds
+
+    def from_the_start(self) -> StepTrials:
+        return self  # a trial that fails does so without the others as well
 
     def in_new_processes(self) -> StepTrials:
         return self  # there is only this process
 
-    def sharing(self, folder: Path) -> StepTrials:
-        """The same: this process may write there."""
-        return self
+    @property
+    def shared_folder(self) -> Path:
+        return self.work_folder
 
 
 class WatchedStep:
@@ -136,8 +138,6 @@ class StepTrial:
         self._steps = 0
         self.isolation: Mapping[str, object] = {}
         self.startup_seconds: float | None = None
-        self.start_seconds: float | None = None
-        """What a later trial takes to start, where it need not make the first steps."""
 
     def __enter__(self) -> StepTrial:
         return self
@@ -162,17 +162,19 @@ class StepTrial:
         self._subject.optimizers.add(optimizer)
         self._watch, self._device = WatchedStep(self._subject), device_of(self._subject)
         self._batches = itertools.cycle(self._trials.batches)
-        self.start_seconds = None
         if begun is None:
-            self._make_first_steps()
+            self._make_first_steps(began)
         else:
             self._generators, self._steps = begun.generators, FIRST_STEPS
             for _ in range(FIRST_STEPS):
                 next(self._batches)
         self.startup_seconds = time.perf_counter() - began
-        self.start_seconds = self.start_seconds or self.startup_seconds
 
-    def _make_first_steps(self) -> None:
+    @property
+    def start_seconds(self) -> float | None:
+        return self.startup_seconds
+
+    def _make_first_steps(self, started_at: float) -> None:
         began = time.perf_counter()
         with generators_kept():
             seed_generators(SEED)
@@ -184,8 +186,8 @@ class StepTrial:
         if self._from_start or self._device.kind != "cpu" or before - began < LONG_FIRST_SECONDS:
             return  # a GPU rarely has room for one more copy
         with contextlib.suppress(TrialError):  # too little memory for one more copy: every trial makes these steps
-            self._trials.begun[:] = [Begun(copies_of(*self._copies_or_fail()), self._generators)]
-            self.start_seconds = time.perf_counter() - before
+            copies = copies_of(*self._copies_or_fail())
+            self._trials.begun[:] = [Begun(copies, self._generators, before - started_at)]
 
     def close(self) -> None:
         self._copies = None

@@ -16,9 +16,6 @@ from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
 from flatout.search.deadline import Deadline
 
-WAITING_SHARE, WAITING_SHARE_OF_BUDGET = 0.5, 0.02
-"""Shares of a start and of the budget: a start that waited longer says little about how long later ones take."""
-
 
 class Timed(Protocol):
     """Something whose steps are timed: a trial, or a group of ranks."""
@@ -102,23 +99,16 @@ class Trials(Protocol):
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> RunningTrial:
         """A new trial; `choices` are on from its start."""
 
-    @property
-    def loading_seconds(self) -> float:
-        """How much longer a new process takes to start than these trials, for loading torch."""
+    def spared_seconds(self, choices: Sequence[Choice] = ()) -> float:
+        """By how much a trial with these choices on from its start begins sooner than the first one, or a new process:
+        what it needs is there already."""
+
+    def from_the_start(self) -> Trials:
+        """The same, none of them forked from one that has made steps; itself where none is."""
 
     def in_new_processes(self) -> Trials:
-        """The same, none of them forked from a process that has loaded torch."""
+        """The same, none of them forked from another process."""
 
     @property
-    def starts_once(self) -> bool:
-        """Can trials be forked from one start of the subject, at its first step?"""
-
-    def sharing(self, folder: Path) -> Trials:
-        """The same, where all trials may write into this folder."""
-
-
-def mostly_waited(trial: RunningTrial, budget_seconds: float) -> bool:
-    """Was its start mostly waiting, long enough to matter? A first start reads from disk what later ones, of which
-    proof and comparison are made, find in memory."""
-    start_seconds = trial.start_seconds or 0.0
-    return trial.waiting_seconds > max(WAITING_SHARE * start_seconds, WAITING_SHARE_OF_BUDGET * budget_seconds)
+    def shared_folder(self) -> Path:
+        """All trials may write there."""

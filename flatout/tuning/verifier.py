@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flatout.errors import TrialError
 from flatout.levers.catalogue import in_order
 from flatout.levers.first_compilation import seconds_to_compile_again
-from flatout.levers.lever import Choice, graph_of
+from flatout.levers.lever import Choice, graph_of, split_by_switch
 from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
 from flatout.timing import LoadWatch
@@ -45,14 +45,17 @@ Progress = Callable[[str], None]
 
 
 def least_seconds(
-    step_seconds: float, restart_seconds: float, trials: Trials, budget_seconds: float, few: FewSteps | None = None
+    step_seconds: float, startup_seconds: float, trials: Trials, budget_seconds: float, few: FewSteps | None = None
 ) -> float:
-    """What a search must leave for proof and last comparison. few: the script's length, where runs are compared."""
-    compared = trials_as_used(trials, few)
-    compared_start_seconds = restart_seconds + trials.loading_seconds - compared.loading_seconds
+    """What a search must leave for proof and last comparison.
+
+    startup_seconds: of the script in a new process. few: its length, where runs are compared.
+    """
+    compared, restart_seconds = trials_as_used(trials, few), max(0.0, startup_seconds - trials.spared_seconds())
+    compared_start_seconds = max(0.0, startup_seconds - compared.spared_seconds())
     proofs = _pairs_of_proof(trials, few)
     starts, whole = (
-        prover.least_seconds(Pattern(step_seconds=seconds, startup_seconds=restart_seconds, few=few), trials)
+        prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=restart_seconds, few=few), trials)
         + last_comparison.least_seconds(seconds, compared_start_seconds, compared, few=few, started_pairs=proofs)
         for seconds in (0.0, step_seconds)
     )
@@ -90,14 +93,14 @@ class Verifier:
         self.trials, self.state, self._deadline, self._progress = trials, state, deadline, progress
         self._exactness = exactness
         """The weakest claim that may be made."""
-        share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state)
+        share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state, trials)
         self._compared = trials_as_used(trials, state.few_steps)
         least, needed = (
             last_comparison.least_seconds(
                 pattern.step_seconds,
-                pattern.startup_seconds + trials.loading_seconds - self._compared.loading_seconds,
+                state.restart_seconds(self._compared),
                 self._compared,
-                pattern.levers_start_seconds,
+                _levers_start_seconds(state),
                 state.few_steps,
                 process_pairs,
                 proofs,
@@ -300,18 +303,24 @@ class Verifier:
             self.warnings += busy(load, "the last comparison")
 
 
-def _pattern(state: SearchState) -> Pattern:
+def _pattern(state: SearchState, trials: Trials) -> Pattern:
     seen = state.first_observed
     batches = next((loader.batches_per_epoch for loader in seen.loaders if loader.batches_per_epoch), None)
+    plain_seconds = state.restart_seconds(trials)
+    planned_seconds = state.restart_seconds(trials, split_by_switch(state.kept)[0])
     return Pattern(
         step_seconds=seen.step_seconds or 0.01,
-        startup_seconds=state.restart_seconds,
-        kinds_of_start=1 + any(choice.lever.switch != "live" for choice in state.kept),
-        levers_start_seconds=sum(_starts_again_in(choice, state) for choice in state.kept),
+        start_seconds=plain_seconds,
+        levers_start_seconds=planned_seconds - plain_seconds + _levers_start_seconds(state),
         total_steps=state.total_steps,
         few=state.few_steps,
         epoch_steps=max(1, round(batches / max(1.0, seen.backwards_per_step or 1.0))) if batches else None,
     )
+
+
+def _levers_start_seconds(state: SearchState) -> float:
+    """What turning them on takes."""
+    return sum(_starts_again_in(choice, state) for choice in state.kept)
 
 
 def _starts_again_in(choice: Choice, state: SearchState) -> float:

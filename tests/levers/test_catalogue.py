@@ -82,7 +82,7 @@ def test_the_list_is_sound() -> None:
     order = [EXACTNESS_ORDER.index(one.exactness) for one in live if one.plan_field not in apart]
     assert order == sorted(order)  # compile alone comes after what it builds on
     assert [one.switch for one in LEVERS[2:]] == sorted(
-        (one.switch for one in LEVERS[2:]), key=("live", "start", "loader", "process").index
+        (one.switch for one in LEVERS[2:]), key=("live", "once", "loader", "process").index
     )
 
 

@@ -52,7 +52,7 @@ class Useless(Faster):
 
 
 class FromStart(Faster):
-    name, plan_field, factor, switch = "from start", "threads", 0.8, "start"
+    name, plan_field, factor, switch = "from start", "threads", 0.8, "once"
 
 
 class Reducing(Faster):
@@ -143,11 +143,10 @@ class Run:
 class Pretended:
     """Trials of a script. `runs` has what each was asked for, and how many steps that took."""
 
-    name, kind, afresh, starts_overlap, starts_once = "train.py", "script", "in new processes", False, False
-    loading_seconds = 0.0
+    name, kind, afresh, starts_overlap = "train.py", "script", "in new processes", False
 
     def __init__(self, folder: Path, steps: int, step_seconds: float = 0.01) -> None:
-        self.work_folder, self.steps, self.step_seconds = folder, steps, step_seconds
+        self.work_folder, self.shared_folder, self.steps, self.step_seconds = folder, folder, steps, step_seconds
         self.running = False
         self.start_seconds, self.lever_start_seconds, self.now = 0.2, 0.0, 0.0
         self.first_waits_seconds = 0.0
@@ -157,10 +156,13 @@ class Pretended:
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> Any:
         return Run(self, choices)
 
-    def in_new_processes(self) -> Pretended:
+    def spared_seconds(self, choices: Sequence[Choice] = ()) -> float:
+        return 0.0
+
+    def from_the_start(self) -> Pretended:
         return self
 
-    def sharing(self, folder: Path) -> Pretended:
+    def in_new_processes(self) -> Pretended:
         return self
 
 
@@ -282,7 +284,7 @@ def test_a_first_start_that_waited_for_the_disk_is_not_taken_for_later_ones(tmp_
     script = Pretended(tmp_path, steps)
     script.start_seconds, script.first_waits_seconds = 1.0, 9.0
     state = searched(script, Faster(), budget_seconds=60.0)
-    assert state.restart_seconds == 1.0
+    assert state.startup_seconds == 1.0
     assert [choice.label for choice in state.kept] == ["faster"]
 
 
@@ -293,7 +295,7 @@ def test_a_start_that_computed_or_was_short_is_not_made_twice(
     script = Pretended(tmp_path, 10_000)
     script.start_seconds, script.first_waits_seconds = start_seconds, waits_seconds
     state = searched(script, Faster(), budget_seconds=300.0)
-    assert state.restart_seconds == start_seconds + waits_seconds
+    assert state.startup_seconds == start_seconds + waits_seconds
     assert len(script.runs) == 1
 
 

@@ -67,7 +67,7 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
     clock = Clock()
     asked = search(tmp_path, clock)
     clock.now = 1.0
-    asked.state.restart_seconds = 1.1
+    asked.state.startup_seconds = 1.1
     asked._keep_back(0.0)
     starts = 0.6 * 5 + 1  # of the proof, of which two go on at once, and of the one new pair of the last comparison
     assert asked._remaining() == pytest.approx(10 - 1.0 - starts * 1.1)
@@ -76,7 +76,7 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
     assert asked._remaining() < before
     asked._keep_back(1e9)  # long steps are not all paid for by the search
     assert asked._remaining() == pytest.approx(10 - 1.0 - starts * 1.1 - 0.4 * 10)
-    asked.state.startup_seconds = asked.state.restart_seconds = 2.0
+    asked.state.startup_seconds = 2.0
     asked._keep_back(0.001)
     with pytest.raises(
         ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30s \(in Python: seconds=30\)$"
@@ -87,7 +87,7 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
 def test_no_start_is_begun_that_ends_after_the_time(tmp_path: Path) -> None:
     clock = Clock()
     asked = search(tmp_path, clock)
-    asked.state.restart_seconds = 2.0
+    asked.state.startup_seconds = 2.0
     clock.now = 4.5
     lever = PreloadedAllocator()
     assert lever.switch != "live"
@@ -178,7 +178,7 @@ def test_steps_are_interrupted_soon_after_the_time_is_over(tmp_path: Path) -> No
 def test_while_nothing_is_kept_little_time_is_kept_back_for_a_proof(tmp_path: Path) -> None:
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     asked = TrainingSearch(setup, AMX, LEVERS, SearchLimits(deadline=Deadline(60.0, clock=Clock()).reserving(24.0)))
-    asked.state.restart_seconds = 0.1
+    asked.state.startup_seconds = 0.1
     asked._keep_back(0.001)
     assert 0.5 < asked._deadline.reserved_seconds < 12.0
     asked.state.kept = [Choice(FlushDenormals(), True)]
@@ -245,7 +245,7 @@ def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(t
     clock = Clock()
     asked = search(tmp_path, clock)
     asked._deadline = Deadline(60.0, clock=clock).reserving(5.0)
-    asked.state.first_observed, asked.state.restart_seconds = Observed(step_seconds=0.02), 0.5
+    asked.state.first_observed, asked.state.startup_seconds = Observed(step_seconds=0.02), 0.5
     compiled, other = Choice(Compile(), "default"), Choice(FlushDenormals(), True)
     needed = asked.needed_seconds([compiled])
     assert needed > usual_compile_seconds(asked.state.first_observed) + 0.5

@@ -29,8 +29,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from flatout.machine.detect import available_memory_bytes
+from flatout.machine.process_memory import resident_bytes
 from flatout.replaced import replaced
 from flatout.script.isolation import kernel, note_writes, redirect_temporary_files
+from flatout.units import format_bytes
 
 if TYPE_CHECKING:
     from flatout.script.trial.isolated_child import IsolatedChild
@@ -63,7 +66,7 @@ class ForkPoint:
         own = {self._commands, self._child.answers_descriptor}
         if self._socket is not None:
             own.add(self._socket.fileno())
-        return _children() or _gpu() or _shared_memory() or _descriptors(own) or self._threads()
+        return _children() or _gpu() or _memory() or _shared_memory() or _descriptors(own) or self._threads()
 
     def fork(self) -> Callable[[], str] | None:
         assert self._socket is not None
@@ -172,6 +175,12 @@ def _children() -> str:
 
 def _gpu() -> str:
     return "backward passes have a thread for each GPU" if sys.modules["torch"].cuda.device_count() else ""
+
+
+def _memory() -> str:
+    """It stays beside two others, which in time write to all that they have got from it."""
+    needed, free = 2 * resident_bytes(), available_memory_bytes()
+    return f"two more would take {format_bytes(needed)}, and {format_bytes(free)} are free" if needed > free else ""
 
 
 def _shared_memory() -> str:

@@ -12,6 +12,7 @@ with TrialProcess(setup) as trial:                    # one command, which holds
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import select
@@ -49,6 +50,7 @@ from flatout.script.trial.answers import (
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, as_json
 from flatout.script.trial.forked import KILLED, ForkOfTrial
 from flatout.script.trial.messages import Command, TrialConfig
+from flatout.script.trial.started_script import LONG_START_SECONDS, StartedScript
 from flatout.search.deadline import BudgetSpent, Deadline
 
 if TYPE_CHECKING:
@@ -56,8 +58,6 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_SECONDS = 1800.0
 HANG_FLOOR_SECONDS = 30.0
-LONG_START_SECONDS = 1.0
-"""Below that, two starts in turn are quick enough."""
 SIDE_BY_SIDE = 1.2
 """Times the usable cores: two starts that use this much together are still quicker at once than in turn."""
 STOP_POLL_SECONDS = 0.5
@@ -79,8 +79,6 @@ class Starts:
     """Until its first step is recognized; None: not started yet."""
     cores: float | None = None
     """Cores it kept busy meanwhile; None: unknown."""
-    fork_obstacle: str | None = None
-    """Why it cannot be forked at its first step; '' if it can; None: not asked, as starts are short."""
 
     @property
     def fit_side_by_side(self) -> bool:
@@ -88,15 +86,6 @@ class Starts:
         if self.seconds is None or self.cores is None:
             return False
         return self.seconds >= LONG_START_SECONDS and 2 * self.cores <= SIDE_BY_SIDE * usable_cores()
-
-
-class Started(Protocol):
-    """Processes at the script's first step, from which trials are forked: `started_script`."""
-
-    obstacle: str
-    """Why no more are; '' if they are."""
-
-    def process(self, setup: TrialSetup, choices: Sequence[Choice]) -> TrialProcess | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +96,7 @@ class TrialSetup:
     work_folder: Path
     """For scratch directories, configurations and logs; outside the isolation, removed by its owner."""
     shared: tuple[Path, ...] = ()
-    """Folders to which trials write for real, besides our cache of compiled kernels."""
+    """Folders to which trials write for real, besides those of ours."""
     levers: str = "flatout.levers.catalogue:LEVERS"
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False
@@ -122,8 +111,8 @@ class TrialSetup:
     """Extra environment variables of the trials; with any, a trial is never forked."""
     fork_server: ForkServer | None = None
     """Forks trials where it can; None: each is a new process."""
-    started: Started | None = None
-    """Forks them at the script's first step, where it can; None: each starts the script."""
+    started: StartedScript | None = None
+    """From what they are forked at the script's first step, where they can be; None: each starts the script."""
     deadline: Deadline | None = None
     """Of the tune; what overruns it is named in its explanation."""
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
@@ -147,27 +136,39 @@ class TrialSetup:
         """A process; `choices` are on from its start, windows add to them."""
         return TrialProcess(self, choices, label=label)
 
-    @property
-    def loading_seconds(self) -> float:
+    def spared_seconds(self, choices: Sequence[Choice] = ()) -> float:
+        """By how much a trial with these choices starts sooner than a new process."""
+        if environment_of(self, choices):
+            return 0.0
+        waiting = None if self.started is None else self.started.process(choices)
+        if waiting is not None:
+            return waiting.startup_seconds or 0.0
         server = self.fork_server
         return server.load_seconds if server is not None and server.is_ready() else 0.0
 
     def in_new_processes(self) -> TrialSetup:
         return replace(self, fork_server=None, started=None)
 
-    @property
-    def starts_once(self) -> bool:
-        return self.starts.fork_obstacle == ""
+    def from_the_start(self) -> TrialSetup:
+        return replace(self, started=None) if self.started is not None and self.started.is_used else self
 
-    def sharing(self, folder: Path) -> TrialSetup:
-        """The same, with a folder to which trials write for real."""
-        return replace(self, shared=(*self.shared, folder))
+    @property
+    def shared_folder(self) -> Path:
+        """All trials write there for real."""
+        folder = self.work_folder / "shared"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """All folders to which trials write for real; compiled kernels are kept, too."""
+        return inductor_folder(), self.shared_folder, *self.shared
 
     @property
     def starts_overlap(self) -> bool:
         """Is it quicker to start two trials at once? Imports and reading data overlap well, but first steps that use
         all cores slow each other down. With the machine's network, trials would compete for the script's ports."""
-        if self.allow_network or self.started is not None:
+        if self.allow_network or (self.started is not None and self.started.process() is not None):
             return False
         forked = self.fork_server is not None and self.fork_server.is_ready()
         return not forked or self.starts.fit_side_by_side
@@ -205,17 +206,14 @@ class Process(Protocol):
 
 
 class TrialProcess(CommandedTrial):
-    """One child. may_be_forked: can others be forked from it, at its first step?"""
+    """One child."""
 
-    def __init__(
-        self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial", may_be_forked: bool = False
-    ) -> None:
+    def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
         super().__init__(setup, choices, label=label)
         self.step_kind = ""
         self._process: Process | ForkOfTrial | None = None
-        self._may_be_forked = may_be_forked
         self._forks: socket.socket | None = None
-        """Where it is forked: brings it the descriptors of those processes."""
+        """Where it may be forked: brings it the descriptors of those processes."""
         self._parent: TrialProcess | None = None
         """What it was forked from."""
         self._spawned_at = 0.0
@@ -252,6 +250,8 @@ class TrialProcess(CommandedTrial):
             if self._process is None:
                 self.spawn()
             self._await_first_step(timeout_seconds)
+            if self._forks is not None:
+                self._leave_to_be_forked()
 
     def watch(
         self, command: Command, timeout_seconds: float, settled: Callable[[], bool] | None = None
@@ -277,7 +277,8 @@ class TrialProcess(CommandedTrial):
         refuse_in_ranks()
         environment = environment_of(self.setup, self.choices)
         started = None if environment or command is not None else self.setup.started
-        self._parent = None if started is None else started.process(self.setup, self.choices)
+        self._parent = None if started is None else started.process(self.choices)
+        may_be_forked = started is not None and started.may_take(self.choices)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
         self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
         command_read, self._command_write = os.pipe()
@@ -286,12 +287,10 @@ class TrialProcess(CommandedTrial):
         errors_path = self._folder / "errors.log" if self.setup.errors_apart else self.log_path
         try:
             with self._stdin() as stdin, open(self.log_path, "ab") as log, open(errors_path, "ab") as errors:
-                self._spawned_at = time.perf_counter()
-                if self._parent is not None:
-                    self._loaded_seconds = self._parent.startup_seconds or 0.0
-                    self._process = self._parent.fork([stdin, log, errors], given)
-                else:
-                    self._start_process([stdin, log, errors], given, command, environment)
+                streams = [stdin, log, errors]
+                self._fork_from_parent(streams, given)
+                if self._process is None:
+                    self._start_process(streams, given, command, environment, may_be_forked=may_be_forked)
         finally:
             for descriptor in given:
                 os.close(descriptor)
@@ -304,11 +303,13 @@ class TrialProcess(CommandedTrial):
         given: list[int],
         command: Command | None,
         environment: Mapping[str, str],
+        *,
+        may_be_forked: bool,
     ) -> None:
         """Forked by the server where that is possible. given: what to pass beside the streams; to be closed here."""
         config = self._folder / "config.json"
         settings = self._config(given[0], given[1], command)
-        if self._may_be_forked:
+        if may_be_forked:
             self._forks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             given.append(theirs.detach())
             settings["forks_fd"] = given[-1]
@@ -346,6 +347,7 @@ class TrialProcess(CommandedTrial):
         self.start_seconds = time.perf_counter() - self._spawned_at
         self.startup_seconds = self.start_seconds + self._loaded_seconds
         if isinstance(self._process, ForkOfTrial):
+            self.waiting_seconds = 0.0
             return
         assert self._process is not None
         computing_seconds = cpu_seconds(self._process.pid)
@@ -353,20 +355,47 @@ class TrialProcess(CommandedTrial):
         starts = self.setup.starts
         if not self.choices and (starts.seconds is None or self.start_seconds < starts.seconds):
             starts.seconds, starts.cores = self.start_seconds, computing_seconds / self.start_seconds
-        if starts.fork_obstacle is None and self.start_seconds >= LONG_START_SECONDS:
-            starts.fork_obstacle = self.fork_obstacle()
 
     # forks of it
+
+    def _leave_to_be_forked(self) -> None:
+        """If others are to be forked from the process, it stays where it is, and this trial goes on in a fork of it."""
+        started = self.setup.started
+        if started is None or not started.takes(self):
+            return
+        waiting = copy.copy(self)
+        waiting.deadline = None  # it is asked only what takes no time
+        self._process = self._forks = self._terminal = None
+        started.add(waiting)
+        self.spawn()
+        self._await_first_step(FORK_SECONDS)
+
+    def _fork_from_parent(self, streams: Sequence[IO[bytes] | IO[str]], given: Sequence[int]) -> None:
+        """Leaves the process unset where there is none to be forked, or forking it fails."""
+        if self._parent is None:
+            return
+        self._spawned_at, self._loaded_seconds = time.perf_counter(), self._parent.startup_seconds or 0.0
+        try:
+            self._process = self._parent.fork(streams, given, self.choices)
+        except TrialError as error:
+            assert self.setup.started is not None
+            self.setup.started.obstacle = f"it cannot be forked: {error}"
+            self._parent = None
 
     def fork_obstacle(self) -> str:
         """Why it cannot be forked at its first step; '' if it can."""
         return str(self._ask({"do": "forkable"}, FORK_SECONDS)["obstacle"])
 
-    def fork(self, streams: Sequence[IO[bytes] | IO[str]], pipes: Sequence[int]) -> ForkOfTrial:
-        """A new process at the same step. streams: its stdin, stdout and stderr; pipes: for commands and answers."""
+    def fork(
+        self, streams: Sequence[IO[bytes] | IO[str]], pipes: Sequence[int], choices: Sequence[Choice]
+    ) -> ForkOfTrial:
+        """A new process at the same step, where these choices are on. streams: its stdin, stdout and stderr; pipes: for
+        commands and answers."""
         assert self._forks is not None
-        socket.send_fds(self._forks, [b"."], [*(stream.fileno() for stream in streams), *pipes])
-        return ForkOfTrial(self, self._ask({"do": "fork"}, FORK_SECONDS)["pid"])
+        with contextlib.suppress(OSError):  # it has ended: reading the answer reports how
+            socket.send_fds(self._forks, [b"."], [*(stream.fileno() for stream in streams), *pipes])
+        answer = self._ask({"do": "fork", "levers": as_json(choices)}, FORK_SECONDS)
+        return ForkOfTrial(self, answer["pid"])
 
     def _ask_of_fork(self, do: str, number: int) -> Any:  # JSON
         command: Command = {"do": do, "pid": number}
@@ -422,13 +451,12 @@ class TrialProcess(CommandedTrial):
 
     def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()
-        target, turns = self.setup.target, self.setup.work_folder / "turns"
-        turns.mkdir(exist_ok=True)
+        target = self.setup.target
         return {
             "target": {"path": target.path, "module": target.module, "arguments": list(target.arguments)},
             "scratch": str(self._folder / "scratch"),
-            "shared": [str(path) for path in (inductor_folder(), turns, *self.setup.shared)],
-            "turns": str(turns),
+            "shared": [str(path) for path in self.setup.written],
+            "turns": str(self.setup.shared_folder),
             "isolation": self.setup.isolation,
             "allow_network": self.setup.allow_network,
             "parent": os.getpid(),

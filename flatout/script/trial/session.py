@@ -167,7 +167,10 @@ class Session:
         return start(command)
 
     def _choices(self, command: Command) -> list[Choice]:
-        return self._start_choices + choices_from_json(command.get("levers", ()), self.levers)
+        return self._start_choices + self._choices_of(command)
+
+    def _choices_of(self, command: Command) -> list[Choice]:
+        return choices_from_json(command.get("levers", ()), self.levers)
 
     def _describe(self, command: Command) -> None:
         observed = observe(self.watch, threads_at_start=self._threads_at_start, rows=())
@@ -325,12 +328,14 @@ class Session:
         self._write({"event": "forkable", "obstacle": self._point.obstacle()})
 
     def _fork(self, command: Command) -> None:
-        """In the new process: go on with commands of its own."""
+        """In the new process: go on with choices and commands of its own."""
         assert self._point is not None
         read = self._point.fork()
         if read is not None:
             self._read = read
             self.watch.enable()
+            self._start_choices = self._choices_of(command)
+            self.applied.set(self._start_choices)
             self._write_ready()
 
     def _poll(self, command: Command) -> None:

@@ -1,40 +1,62 @@
-"""Trials that are forked from a script at its first step, so that they pay for one start of it: the parent's side.
+"""Trials that are forked from a script at its first step, so that a tune starts the script once: the parent's side.
 
-    with started_once(setup) as setup, setup.trial() as first, setup.trial() as second:
-        ...                                                           # the script has been started once
+    with StartedScript() as started:
+        setup = TrialSetup(..., started=started)
+        with setup.trial() as first, setup.trial() as second:
+            first.start()          # starts the script; that process stays at its first step, and `first` is forked
+            second.start()         # forked as well, in milliseconds
 
-What a fork cannot have is said by `forking`. Where there is such an obstacle, or a fork has written to files that the
-next would find, trials are started by themselves.
+What a fork cannot have is said by `forking`. Where there is such an obstacle, where starts are short, or once a fork
+has written to files that the next would find, each trial starts the script.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from flatout.script.trial.process import TrialProcess
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from flatout.levers.lever import Choice
-    from flatout.script.trial.process import TrialSetup
+    from flatout.script.trial.process import TrialProcess
+
+LONG_START_SECONDS = 1.0
+"""A shorter one is not worth the memory of a process that waits."""
+WAITING_SHARE, WAITING_SHARE_OF_BUDGET = 0.5, 0.02
+"""Shares of a start and of the budget: a start that waited longer says little about how long later ones take."""
+
+Key = frozenset[tuple[str, object]]
+"""The choices that have to be on before the first step."""
 
 
-@contextlib.contextmanager
-def started_once(setup: TrialSetup) -> Iterator[TrialSetup]:
-    """The same, whose trials are forked so within the context, where that is possible."""
-    with StartedScript() as started:
-        yield replace(setup, started=started)
+class Start(Protocol):
+    """That of a trial."""
+
+    @property
+    def start_seconds(self) -> float | None: ...
+
+    @property
+    def waiting_seconds(self) -> float:
+        """The part of it in which neither the process nor anything it started was computing."""
+
+
+def mostly_waited(start: Start, budget_seconds: float) -> bool:
+    """Was it mostly waiting, long enough to matter? A first start reads from disk what later ones find in memory."""
+    start_seconds = start.start_seconds or 0.0
+    return start.waiting_seconds > max(WAITING_SHARE * start_seconds, WAITING_SHARE_OF_BUDGET * budget_seconds)
 
 
 class StartedScript:
-    """One start for each set of choices that are on from the start of a process."""
+    """The processes that wait: one for each set of choices that have to be on before the first step."""
 
-    def __init__(self) -> None:
+    def __init__(self, long_start_seconds: float = LONG_START_SECONDS) -> None:
+        """long_start_seconds: the shortest start that is saved."""
         self.obstacle = ""
         """Why no more trials are forked."""
-        self._processes: dict[tuple[tuple[str, object], ...], TrialProcess] = {}
+        self._long_start_seconds = long_start_seconds
+        self._processes: dict[Key, TrialProcess] = {}
+        self._obstacles: dict[Key, str] = {}
+        """Of processes that were asked."""
+        self._has_waited = False
 
     def __enter__(self) -> StartedScript:
         return self
@@ -42,27 +64,38 @@ class StartedScript:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def process(self, setup: TrialSetup, choices: Sequence[Choice]) -> TrialProcess | None:
-        """One at its first step, to be forked; started now if there was none yet. None: there is an obstacle.
+    @property
+    def is_used(self) -> bool:
+        """Does any process wait?"""
+        return bool(self._processes)
 
-        Raises TrialError where the script fails before its first step.
-        """
-        if self.obstacle:
-            return None
-        key = tuple((choice.field, choice.value) for choice in choices)
-        if key not in self._processes:
-            process = TrialProcess(replace(setup, started=None), choices, label="start", may_be_forked=True)
-            try:
-                process.start()
-                self.obstacle = setup.starts.fork_obstacle = process.fork_obstacle()
-            except BaseException:
-                process.close()
-                raise
-            if self.obstacle:
-                process.close()
-                return None
-            self._processes[key] = process
-        return self._processes[key]
+    def process(self, choices: Sequence[Choice] = ()) -> TrialProcess | None:
+        """One at its first step, to be forked; None where there is none."""
+        return None if self.obstacle else self._processes.get(_before_first_step(choices))
+
+    def may_take(self, choices: Sequence[Choice]) -> bool:
+        """Could the process of a trial with these choices wait for others to be forked from it?"""
+        key = _before_first_step(choices)
+        return not (self.obstacle or key in self._processes or key in self._obstacles)
+
+    def takes(self, trial: TrialProcess) -> bool:
+        """Is its process, which is at its first step, to wait there? `add` must follow."""
+        if not self.may_take(trial.choices) or (trial.start_seconds or 0.0) < self._long_start_seconds:
+            return False
+        budget_seconds = None if trial.deadline is None else trial.deadline.budget_seconds
+        if budget_seconds is not None and not self._has_waited and mostly_waited(trial, budget_seconds):
+            self._has_waited = True  # whoever counts on the length of later starts will start it again
+            return False
+        key = _before_first_step(trial.choices)
+        self._obstacles[key] = obstacle = trial.fork_obstacle()
+        return not obstacle
+
+    def add(self, process: TrialProcess) -> None:
+        self._processes[_before_first_step(process.choices)] = process
+
+    def obstacle_to(self, choices: Sequence[Choice] = ()) -> str:
+        """Why trials with these choices are not forked; '' also where that is not known yet."""
+        return self.obstacle or self._obstacles.get(_before_first_step(choices), "")
 
     def close(self) -> None:
         """Ends all that were forked, too."""
@@ -70,3 +103,7 @@ class StartedScript:
         for process in self._processes.values():
             process.close()
         self._processes.clear()
+
+
+def _before_first_step(choices: Sequence[Choice]) -> Key:
+    return frozenset((choice.field, choice.value) for choice in choices if choice.lever.switch not in ("live", "once"))

@@ -56,7 +56,7 @@ class Basis:
     @property
     def start_seconds(self) -> float:
         """Of a process on one device, until its first step."""
-        return max(self.state.startup_seconds or 0.0, self.state.restart_seconds)
+        return self.state.startup_seconds or 0.0
 
     def has_time_for(self, seconds: float) -> bool:
         return self.deadline.seconds_left > seconds

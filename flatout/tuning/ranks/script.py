@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flatout.environment import inductor_folder
 from flatout.errors import ScriptError
 from flatout.levers.lever import Choice, Lever
 from flatout.script.isolation import cleanup
@@ -45,9 +44,6 @@ class ScriptRanks:
     afresh = "in new processes"
     starts_overlap = False
     """Two groups would compete for the cores."""
-    loading_seconds = 0.0
-    starts_once = False
-    """A group of processes that talk to each other cannot be forked."""
 
     @property
     def name(self) -> str:
@@ -67,11 +63,18 @@ class ScriptRanks:
         found = [lever for lever in levers if lever.plan_field not in NOT_IN_RANKS]
         return [lever for lever in found if lever.switch == "live"] if self.own else found
 
+    def spared_seconds(self, choices: Sequence[Choice] = ()) -> float:
+        return 0.0  # a group of processes that talk to each other cannot be forked
+
+    def from_the_start(self) -> ScriptRanks:
+        return self
+
     def in_new_processes(self) -> ScriptRanks:
         return self
 
-    def sharing(self, folder: Path) -> ScriptRanks:
-        return replace(self, setup=self.setup.sharing(folder))
+    @property
+    def shared_folder(self) -> Path:
+        return self.setup.shared_folder
 
 
 class ScriptRanksTrial(RankGroup):
@@ -94,7 +97,7 @@ class ScriptRanksTrial(RankGroup):
             target=self.setup.target,
             devices=self.count,
             allow_network=self.setup.allow_network,
-            shared=tuple(str(path) for path in (self.folder, inductor_folder(), *self.setup.shared)),
+            shared=tuple(str(path) for path in (self.folder, *self.setup.written)),
             variables=tuple(environment_of(self.setup, self.choices).items()),
         )
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
+from flatout.levers.subject import Subject
+from flatout.machine.process_memory import resident_bytes
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsAnswer, NumericsRequest
+from flatout.script.trial import forking
 from flatout.script.trial.answers import TrialDied, TrialEnded
-from flatout.script.trial.process import Starts, TrialProcess, TrialSetup
-from flatout.script.trial.started_script import StartedScript, started_once
+from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.started_script import StartedScript
 from flatout.search.deadline import Deadline
-from flatout.tuning.prover import Pattern, Prover, least_seconds
-from tests.tuning.planted_levers import Helps
+from flatout.tuning.prover import Pattern, Prover
+from tests.tuning.planted_levers import Helps, Planted
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="trials need Linux"),
@@ -52,6 +59,12 @@ def setup_of(folder: Path, before: str = "", each: str = "", threads: int = 1) -
     return TrialSetup(target=Target(path=str(folder / "train.py")), work_folder=folder / "work")
 
 
+@contextlib.contextmanager
+def started_once(setup: TrialSetup) -> Iterator[TrialSetup]:
+    with StartedScript(long_start_seconds=0.0) as started:
+        yield replace(setup, started=started)
+
+
 def numbers(trial: TrialProcess, steps: int = 6) -> dict[str, object]:
     found: NumericsAnswer = trial.numerics([], NumericsRequest(steps=steps))
     return {name: value for name, value in found.items() if "resident" not in name}
@@ -64,10 +77,11 @@ def test_each_fork_computes_what_the_script_does(tmp_path: Path, threads: int) -
     with setup.trial() as alone:
         alone.start()
         expected, startup = numbers(alone), alone.startup_seconds
-    with started_once(setup) as forking:
+    with started_once(setup) as forks:
         for _ in range(2):
-            with forking.trial() as trial:
+            with forks.trial() as trial:
                 trial.start()
+                assert trial._parent is not None
                 assert numbers(trial) == expected
                 assert trial.log_path.read_text() == ""
                 assert trial.isolation["mode"] == alone.isolation["mode"]
@@ -75,12 +89,12 @@ def test_each_fork_computes_what_the_script_does(tmp_path: Path, threads: int) -
                 assert trial.startup_seconds is not None
                 assert startup is not None
                 assert trial.start_seconds < trial.startup_seconds
-        logs = [path.read_text() for path in setup.work_folder.glob("start-*/output.log")]
-    assert logs == ["started\n"]
+    logs = [path.read_text() for path in forks.work_folder.glob("*/output.log")]
+    assert sorted(logs) == ["", "", "started\n", "started\n"]  # the first of them was not to be forked
 
 
 def test_several_live_side_by_side_and_end_by_themselves(tmp_path: Path) -> None:
-    with started_once(setup_of(tmp_path)) as forking, forking.trial() as one, forking.trial() as other:
+    with started_once(setup_of(tmp_path)) as forks, forks.trial() as one, forks.trial() as other:
         one.start()
         other.start()
         assert len(one.window([], settle=1, steps=4).seconds) == 4
@@ -91,13 +105,13 @@ def test_several_live_side_by_side_and_end_by_themselves(tmp_path: Path) -> None
         with pytest.raises(TrialEnded) as end:
             other.window([], settle=1, steps=1000)
         assert end.value.status == 0
-    assert list(forking.work_folder.glob("*/scratch")) == []
+    assert list(forks.work_folder.glob("*/scratch")) == []
 
 
 def test_with_what_they_were_forked_from_they_end(tmp_path: Path) -> None:
     setup = setup_of(tmp_path)
-    with StartedScript() as started:
-        trial = replace(setup, started=started).trial()
+    with started_once(setup) as forks:
+        trial = forks.trial()
         trial.start()
     with pytest.raises(TrialDied):
         trial.window([], settle=1, steps=1)
@@ -107,7 +121,7 @@ def test_with_what_they_were_forked_from_they_end(tmp_path: Path) -> None:
 
 def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
     setup = replace(setup_of(tmp_path, each="if step == 5: time.sleep(600)"), hang_floor_seconds=1.0)
-    with started_once(setup) as forking, forking.trial() as trial:
+    with started_once(setup) as forks, forks.trial() as trial:
         trial.start()
         trial.expected_step_seconds = 1e-3
         began = time.monotonic()
@@ -115,7 +129,7 @@ def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
             trial.window([], settle=0, steps=8)
         trial.close()
         assert time.monotonic() - began < 60
-        with forking.trial() as another:
+        with forks.trial() as another:
             another.start()
             assert another.alive
 
@@ -149,13 +163,14 @@ def test_what_cannot_be_forked_says_why_and_goes_on(tmp_path: Path, before: str,
 
 def test_where_there_is_an_obstacle_each_trial_starts_the_script(tmp_path: Path) -> None:
     setup = setup_of(tmp_path, "ends = os.pipe()")
-    with started_once(setup) as forking:
+    with started_once(setup) as forks:
         for _ in range(2):
-            with forking.trial() as trial:
+            with forks.trial() as trial:
                 trial.start()
                 assert trial.log_path.read_text() == "started\n"
-    assert setup.starts.fork_obstacle is not None
-    assert "pipe" in setup.starts.fork_obstacle
+        assert forks.started is not None
+        assert "pipe" in forks.started.obstacle_to()
+        assert forks.from_the_start() is forks
 
 
 @pytest.mark.parametrize(
@@ -171,11 +186,11 @@ def test_where_a_fork_writes_the_next_trial_starts_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: str, wrote: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with StartedScript() as started:
-        forking = replace(setup_of(tmp_path, each=each), started=started)
-        texts = []
+    with started_once(setup_of(tmp_path, each=each)) as forks:
+        started, texts = forks.started, []
+        assert started is not None
         for _ in range(2):
-            with forking.trial() as trial:
+            with forks.trial() as trial:
                 trial.start()
                 numbers(trial)
                 texts.append(trial.log_path.read_text())
@@ -185,44 +200,136 @@ def test_where_a_fork_writes_the_next_trial_starts_the_script(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "work"]
 
 
-# the proof
-
-FROM_START = Choice(Helps(), True)
+# what a tune makes of it
 
 
-def test_a_proof_starts_the_script_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels: list[tuple[str, bool]] = []
-    spawn = TrialProcess.spawn
+class OnFromTheFirstStep(Planted):
+    """It says so in the environment."""
 
-    def counted(trial: TrialProcess) -> None:
-        spawn(trial)
-        labels.append((trial.label, trial._parent is not None))
+    name = "once"
+    plan_field = "matmul_precision"
+    switch = "once"
 
-    monkeypatch.setattr(TrialProcess, "spawn", counted)
-    setup = replace(setup_of(tmp_path), levers="tests.tuning.planted_levers:HELPING")
-    setup.starts.fork_obstacle = ""
-    with Prover(setup, Pattern(step_seconds=2e-3, startup_seconds=1.0, total_steps=20), Deadline(100.0)) as prover:
-        proof = prover.prove([FROM_START])
-    assert proof.verdict == "bit-identical"
-    assert labels == [("start", False), ("proof", True), ("proof", True)]
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        os.environ["ON"] = self.name
+        yield
+
+
+class OnFromTheFirstLine(OnFromTheFirstStep):
+    name = "before"
+    plan_field = "loader_workers"
+    switch = "loader"
+
+
+PLANTED = (Helps(), OnFromTheFirstStep(), OnFromTheFirstLine())
+HELPS, ONCE, BEFORE = (Choice(lever, True) for lever in PLANTED)
+SHOWS = "print(os.environ.get('ON', 'off'), flush=True)"
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How each trial got its process."""
+    found: list[str] = []
+    fork_server_or_new, fork = TrialProcess._start_process, TrialProcess.fork
+
+    def started(trial: TrialProcess, *given: Any, **named: Any) -> None:
+        found.append("started")
+        fork_server_or_new(trial, *given, **named)
+
+    def forked(trial: TrialProcess, *given: Any) -> Any:
+        found.append("forked")
+        return fork(trial, *given)
+
+    monkeypatch.setattr(TrialProcess, "_start_process", started)
+    monkeypatch.setattr(TrialProcess, "fork", forked)
+    return found
+
+
+def planted_setup(folder: Path, each: str = "") -> TrialSetup:
+    return replace(setup_of(folder, each=each), levers=f"{__file__}:PLANTED")
+
+
+def test_only_what_has_to_be_on_before_the_first_step_needs_a_start_of_its_own(
+    tmp_path: Path, spawned: list[str]
+) -> None:
+    shown = []
+    with started_once(planted_setup(tmp_path, SHOWS)) as forks:
+        for choices in ([], [ONCE], [], [BEFORE], [ONCE, BEFORE], []):
+            with forks.trial(choices) as trial:
+                trial.start()
+                trial.window([], settle=0, steps=2)
+                shown.append(trial.log_path.read_text().split()[0])
+    assert shown == ["off", "once", "off", "before", "once", "off"]
+    assert spawned == ["started", "forked", "forked", "forked", "started", "forked", "forked", "forked"]
+
+
+def test_what_later_trials_are_spared_is_the_start(tmp_path: Path) -> None:
+    with started_once(planted_setup(tmp_path)) as forks:
+        assert forks.spared_seconds() == 0.0
+        with forks.trial() as trial:
+            trial.start()
+            assert trial.startup_seconds is not None
+            assert 0.0 < forks.spared_seconds() <= trial.startup_seconds
+        assert forks.spared_seconds([ONCE, HELPS]) == forks.spared_seconds()
+        assert forks.spared_seconds([BEFORE]) == 0.0
+        assert forks.in_new_processes().spared_seconds() == forks.from_the_start().spared_seconds() == 0.0
+        with replace(forks, environment={"ANY": "1"}).trial() as trial:
+            assert trial.setup.spared_seconds() == 0.0
+            trial.start()
+            assert trial._parent is None
+
+
+@pytest.mark.parametrize("budget_seconds", [1.0, 1000.0])
+def test_a_first_start_that_mostly_waited_is_made_again(
+    tmp_path: Path, budget_seconds: float, spawned: list[str]
+) -> None:
+    """It says little about how long those of the last comparison take, unless the budget is large beside it."""
+    setup = replace(setup_of(tmp_path, "time.sleep(6)"), deadline=Deadline(budget_seconds))
+    with started_once(setup) as forks:
+        for _ in range(2):
+            with forks.trial() as trial:
+                trial.start()
+    again = ["started"] if budget_seconds == 1.0 else []
+    assert spawned == [*again, "started", "forked", *(["forked"] if not again else [])]
+
+
+def test_a_short_start_is_not_saved(tmp_path: Path, spawned: list[str]) -> None:
+    with StartedScript(long_start_seconds=1000.0) as started:
+        setup = replace(setup_of(tmp_path), started=started)
+        for _ in range(2):
+            with setup.trial() as trial:
+                trial.start()
+        assert started.obstacle_to() == ""
+    assert spawned == ["started", "started"]
+
+
+def test_a_tune_starts_the_script_once_and_proves_in_forks(tmp_path: Path, spawned: list[str]) -> None:
+    setup = planted_setup(tmp_path)
+    with started_once(setup) as forks:
+        with forks.trial() as observed:
+            observed.start()
+        pattern = Pattern(step_seconds=2e-3, start_seconds=0.01, total_steps=20)
+        with Prover(forks, pattern, Deadline(100.0)) as prover:
+            assert prover.prove([HELPS]).verdict == "bit-identical"
+    assert spawned == ["started", "forked", "forked", "forked"]
 
 
 def test_a_proof_goes_on_without_forks_where_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
-        raise TrialError("it cannot be forked")
+        raise TrialError("no more processes")
 
     monkeypatch.setattr(TrialProcess, "fork", fails)
-    setup = replace(setup_of(tmp_path), levers="tests.tuning.planted_levers:HELPING")
-    setup.starts.fork_obstacle = ""
-    with Prover(setup, Pattern(step_seconds=2e-3, startup_seconds=1.0, total_steps=20), Deadline(100.0)) as prover:
-        assert prover.prove([FROM_START]).verdict == "bit-identical"
+    with started_once(planted_setup(tmp_path)) as forks:
+        pattern = Pattern(step_seconds=2e-3, start_seconds=1.0, total_steps=20)
+        with Prover(forks, pattern, Deadline(100.0)) as prover:
+            assert prover.prove([HELPS]).verdict == "bit-identical"
+        assert forks.started is not None
+        assert forks.started.obstacle == "it cannot be forked: no more processes"
 
 
-def test_one_start_is_kept_back_for_a_proof(tmp_path: Path) -> None:
-    setup = setup_of(tmp_path)
-    pattern = Pattern(step_seconds=0.0, startup_seconds=8.0)
-    each = least_seconds(pattern, setup)
-    once = replace(setup, starts=Starts(seconds=8.0, cores=1.0, fork_obstacle=""))
-    assert each > 20
-    assert least_seconds(pattern, once) == 8.0
-    assert least_seconds(replace(pattern, kinds_of_start=2), once) == 16.0
+def test_where_two_more_would_not_fit_into_memory_none_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "available_memory_bytes", lambda: 2 * resident_bytes() - (64 << 20))
+    assert "are free" in forking._memory()
+    monkeypatch.setattr(forking, "available_memory_bytes", lambda: 3 * resident_bytes())
+    assert forking._memory() == ""

@@ -267,7 +267,9 @@ for step in range(40):
 @pytest.mark.usefixtures("forked_trials")
 def test_a_script_first_waits_for_commands_where_no_graph_of_a_later_backward_pass_is_alive(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(GAN)
-    setup = TrialSetup(target=Target.from_command([str(tmp_path / "train.py")]), work_folder=tmp_path).sharing(tmp_path)
+    setup = TrialSetup(
+        target=Target.from_command([str(tmp_path / "train.py")]), work_folder=tmp_path, shared=(tmp_path,)
+    )
     reference = NumericsRequest(steps=6, role="reference", folder=str(tmp_path), checks=(0, 2, 4))
     nudged = replace(reference, role="checked", nudge="rounding")
     for request in (reference, nudged):
