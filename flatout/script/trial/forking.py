@@ -24,6 +24,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ from flatout.machine.detect import available_memory_bytes
 from flatout.machine.process_memory import resident_bytes
 from flatout.replaced import replaced
 from flatout.script.isolation import kernel, note_writes, redirect_temporary_files
+from flatout.script.trial.forked import POLL_SECONDS
 from flatout.units import format_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ STREAMS = 3
 OPENMP = re.compile(r"/\S*/lib(?:g|i)?omp5?[^/\s]*\.so\S*")
 PAUSE_HARD = 2
 """omp_pause_hard of OpenMP 5.0: its threads end."""
+ENDING_SECONDS = 1.0
+"""Threads that were told to end are listed until the kernel has removed them, which on a busy machine takes a while."""
 SEMAPHORE = re.compile(r"/sem\.\S+")
 """A lock of multiprocessing, such as tqdm's: meant to be shared, and not held between two steps."""
 
@@ -137,15 +141,19 @@ class ForkPoint:
     def _threads(self) -> str:
         """Those of OpenMP end when asked, and those of numpy's BLAS whenever a process is forked."""
         _end_progress_monitor()
+        names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if names:
+            return f"it has threads: {', '.join(names)}"
         _end_openmp_threads()
         pid = os.fork()
         if not pid:
             os._exit(0)
         os.waitpid(pid, 0)
-        if _count_threads() == 1 + self._pool_threads:
-            return ""
-        names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        return f"it has threads: {', '.join(names)}" if names else "it has threads that Python does not know"
+        until = time.monotonic() + ENDING_SECONDS
+        while _count_threads() > 1 + self._pool_threads and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        known = _count_threads() == 1 + self._pool_threads
+        return "" if known else "it has threads that Python does not know"
 
     def _note(self, write: str) -> None:
         if not _is_of_levers():

@@ -51,10 +51,9 @@ def test_a_trial_waits_with_its_first_steps(tmp_path: Path) -> None:
         "    print('computed', flush=True)\n"
         "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
     )
-    (tmp_path / "turns").mkdir()
-    turn = Turn(tmp_path / "turns")
-    turn.take()
     setup = TrialSetup(target=Target(path=str(tmp_path / "train.py")), work_folder=tmp_path)
+    turn = Turn(setup.shared_folder)
+    turn.take()
     with setup.trial() as trial:
         trial.spawn()
         while trial.log_path.read_text() != "loaded\n":
