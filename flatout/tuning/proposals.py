@@ -92,8 +92,7 @@ class Proposals:
         best = next(iter(self.proposal(name).candidates), None)
         saving = lever.saving(self._machine, state.observed) if best is None else self.saving(best)
         value = None if best is None else best.value
-        restart_seconds = state.restart_seconds(self._trials, () if best is None else split_by_switch((best,))[0])
-        return saving_per_second(lever, saving.expected, state.observed, restart_seconds, value)
+        return saving_per_second(lever, saving.expected, state.observed, self._start_seconds(best), value)
 
     def leading(self) -> list[str]:
         """Levers of which the others depend, as where the model is: what these save is measured under them."""
@@ -106,7 +105,7 @@ class Proposals:
         offered = [found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates]
         if self._only is not None or TRIALS_COST * trial_seconds * min(A_FEW, len(offered)) < seconds_left:
             return ()
-        return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice))
+        return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice, trial_seconds))
 
     def note(self, trial: Trial) -> None:
         """Record the trial for later tunes."""
@@ -117,10 +116,14 @@ class Proposals:
         state = self._state
         return Training.of(self._trials.kind, state.loop, state.first_observed, state.observed.device)
 
-    def _belongs_in_a_bundle(self, choice: Choice) -> bool:
-        lever = choice.lever
-        quick = lever.switch == "live" and not lever.compiles
-        return quick and lever.aim == "time" and self.saving(choice).expected >= BUNDLE_SAVING
+    def _belongs_in_a_bundle(self, choice: Choice, trial_seconds: float) -> bool:
+        quick = not choice.lever.compiles and self._start_seconds(choice) <= trial_seconds
+        return quick and choice.lever.aim == "time" and self.saving(choice).expected >= BUNDLE_SAVING
+
+    def _start_seconds(self, choice: Choice | None) -> float:
+        """Of a trial that it has to be on from the start of; 0 where it can be switched on in a live one."""
+        from_start, live = split_by_switch(() if choice is None else (choice,))
+        return 0.0 if live else self._state.restart_seconds(self._trials, from_start)
 
     def _is_fitted(self, lever: Lever) -> bool:
         """Was it tried already to meet the memory limit?"""

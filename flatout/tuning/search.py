@@ -181,7 +181,7 @@ class TrainingSearch(Search[Choice]):
         return process
 
     def _main(self) -> RunningTrial:
-        if self._process is None or not self._process.alive:
+        if self._process is None or not self._process.alive or self._process_has != self._from_start():
             self.close()
             self._restarts += 1
             if self._restarts > MOST_RESTARTS:
@@ -433,14 +433,9 @@ class TrainingSearch(Search[Choice]):
         for attempt in range(ATTEMPTS):
             if self.few is not None:
                 return self._compare_whole_runs(self.few, wanted, choice)
-            main = self._main()
-            other: RunningTrial | None = None
             try:
-                if self._from_start(wanted) != self._from_start():
-                    other = self._started(self._from_start(wanted))
-                baseline = Arm(main, self._live())
-                candidate = Arm(other or main, self._live(wanted))
-                return compare_arms(baseline, candidate, self._pace(choice), choice, collected)
+                with self._arms(wanted) as arms:
+                    return compare_arms(*arms, self._pace(choice), choice, collected)
             except TrialEnded as end:
                 if not end.by_itself or attempt == ATTEMPTS - 1:
                     raise
@@ -450,10 +445,17 @@ class TrainingSearch(Search[Choice]):
                 if attempt == ATTEMPTS - 1:
                     raise
                 self.close()
-            finally:
-                if other is not None:
-                    other.close()
         raise AssertionError
+
+    @contextlib.contextmanager
+    def _arms(self, wanted: Sequence[Choice]) -> Iterator[tuple[Arm, Arm]]:
+        """(what is kept, what is wanted), in one process where that can switch."""
+        baseline = Arm(self._main(), self._live())
+        if self._from_start(wanted) == self._from_start():
+            yield baseline, Arm(baseline.process, self._live(wanted))
+            return
+        with self._started(self._from_start(wanted)) as other:
+            yield baseline, Arm(other, self._live(wanted))
 
     def _compare_whole_runs(self, few: FewSteps, wanted: Sequence[Choice], choice: Choice | None) -> Pairing:
         @contextlib.contextmanager
@@ -516,19 +518,17 @@ class TrainingSearch(Search[Choice]):
         if any(choice.lever.compiles for choice in tried):
             self._compile_seconds = self.state.trials[-1].startup_seconds or 0.0
         self._keep_back(self.first_seconds or 0.0)
-        if self._from_start(wanted) != self._process_has:
-            self.close()
         self._look_again()
 
     def without(self, choice: Choice, others: Sequence[Choice]) -> Comparison | None:
-        if choice.lever.switch != "live" or choice in self.state.for_memory:
+        slow_to_switch = choice.lever.switch != "live" and self._restart_seconds(others) > self.usual_trial_seconds
+        if slow_to_switch or choice in self.state.for_memory:
             return None
         try:
             if self.few is not None:
                 return self._compare_whole_runs(self.few, others, None).comparison
-            main = self._main()
-            arms = (Arm(main, self._live()), Arm(main, self._live(others)))
-            return compare_arms(*arms, self._pace(choice)).comparison
+            with self._arms(others) as arms:
+                return compare_arms(*arms, self._pace(choice)).comparison
         except TrialError:
             self.close()
             return None
