@@ -67,6 +67,7 @@ def search_and_prove(
                     history.discard()
                 history.save()
         state.warnings += contended
+        trials = search.trials
         if state.stopped_after_seconds is not None:
             step_seconds = state.first_observed.step_seconds or 0.0
             startup_seconds, few = state.startup_seconds or 0.0, state.few_steps

@@ -194,16 +194,13 @@ class TrainingSearch(Search[Choice]):
 
     def observe(self) -> None:
         self._progress(f"starting the {self.trials.kind}")
-        steps = OBSERVED_STEPS
         try:
-            seen, described = self._watch_plain(steps)
-        except TrialEnded as end:
-            if not end.leaves_enough_steps:
-                raise explain_end(end, self.trials.name, levers=True) from None
-            seen, described = self._watch_short(end)
-        except TrialHangs as silence:
-            name, startup = self.trials.name, self.state.startup_seconds
-            raise no_step(name, silence.seconds, startup, self._deadline) from None
+            seen, described = self._watch_plain(OBSERVED_STEPS)
+        except TrialError as error:
+            if self._goes_on_without_forks(error):
+                self.observe()
+                return
+            seen, described = self._watch_after(error)
         self.state.observed = replace(
             seen,
             compiled_in_script=described.compiled_in_script,
@@ -216,6 +213,26 @@ class TrainingSearch(Search[Choice]):
         main.expected_step_seconds, main.interruptible = self.state.observed.step_seconds, True
         if self.limits.fit_bytes is not None:
             self._fit(self.limits.fit_bytes)
+
+    def _goes_on_without_forks(self, error: TrialError) -> bool:
+        """False where the error is not one that a fork may have had alone."""
+        expected = isinstance(error, BudgetSpent) or (isinstance(error, TrialEnded) and error.by_itself)
+        by_themselves = self.trials.from_the_start()
+        if expected or by_themselves is self.trials:
+            return False
+        self.close()
+        self.trials = by_themselves
+        return True
+
+    def _watch_after(self, error: TrialError) -> tuple[Observed, Observed]:
+        """The same as `_watch_plain`, where that ended with an error."""
+        if isinstance(error, TrialHangs):
+            raise no_step(self.trials.name, error.seconds, self.state.startup_seconds, self._deadline) from None
+        if not isinstance(error, TrialEnded):
+            raise error
+        if not error.leaves_enough_steps:
+            raise explain_end(error, self.trials.name, levers=True) from None
+        return self._watch_short(error)
 
     def _fit(self, limit_bytes: int) -> None:
         """Keep what brings a step under the limit, whatever it costs."""

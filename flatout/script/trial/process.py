@@ -250,8 +250,11 @@ class TrialProcess(CommandedTrial):
             if self._process is None:
                 self.spawn()
             self._await_first_step(timeout_seconds)
-            if self._forks is not None:
-                self._leave_to_be_forked()
+            started = self.setup.started
+            if started is not None and self._forks is not None and started.takes(self):
+                started.add(self._left_to_be_forked())
+                self.spawn()
+                self._await_first_step(timeout_seconds)
 
     def watch(
         self, command: Command, timeout_seconds: float, settled: Callable[[], bool] | None = None
@@ -333,9 +336,9 @@ class TrialProcess(CommandedTrial):
             )
 
     def _await_first_step(self, timeout_seconds: float) -> None:
-        self.isolation = (
-            self._answer(timeout_seconds, starting=True) if self._parent is None else self._parent.isolation
-        )
+        if self._parent is not None and self._is_forked(self._parent):
+            return
+        self.isolation = self._answer(timeout_seconds, starting=True)
         ready = self._answer(timeout_seconds, starting=True)
         if ready["event"] == "alone" and self.setup.fork_server is not None:
             self.setup.fork_server.obstacle = ready["reason"]
@@ -343,32 +346,46 @@ class TrialProcess(CommandedTrial):
             self.spawn()
             self._await_first_step(timeout_seconds)
             return
-        self.step_kind = ready["step_kind"]
-        self.start_seconds = time.perf_counter() - self._spawned_at
-        self.startup_seconds = self.start_seconds + self._loaded_seconds
-        if isinstance(self._process, ForkOfTrial):
-            self.waiting_seconds = 0.0
-            return
+        self._note_ready(ready)
+        assert isinstance(self.start_seconds, float)
         assert self._process is not None
+        assert not isinstance(self._process, ForkOfTrial)
         computing_seconds = cpu_seconds(self._process.pid)
         self.waiting_seconds = max(0.0, self.start_seconds - computing_seconds)
         starts = self.setup.starts
         if not self.choices and (starts.seconds is None or self.start_seconds < starts.seconds):
             starts.seconds, starts.cores = self.start_seconds, computing_seconds / self.start_seconds
 
-    # forks of it
+    def _note_ready(self, ready: Any) -> None:  # JSON
+        self.step_kind = ready["step_kind"]
+        self.start_seconds = time.perf_counter() - self._spawned_at
+        self.startup_seconds = self.start_seconds + self._loaded_seconds
 
-    def _leave_to_be_forked(self) -> None:
-        """If others are to be forked from the process, it stays where it is, and this trial goes on in a fork of it."""
-        started = self.setup.started
-        if started is None or not started.takes(self):
-            return
+    # forks
+
+    def _left_to_be_forked(self) -> TrialProcess:
+        """The process, which stays where it is; this trial has none then."""
         waiting = copy.copy(self)
         waiting.deadline = None  # it is asked only what takes no time
         self._process = self._forks = self._terminal = None
-        started.add(waiting)
-        self.spawn()
-        self._await_first_step(FORK_SECONDS)
+        return waiting
+
+    def _is_forked(self, parent: TrialProcess) -> bool:
+        """Wait for its first answer; False where there is none: then the script is starting by itself."""
+        try:
+            self._note_ready(self._answer(FORK_SECONDS, starting=True))
+        except TrialError as error:
+            self._fork_failed(error)
+            self.close()
+            self.spawn()
+            return False
+        self.isolation, self.waiting_seconds = parent.isolation, 0.0
+        return True
+
+    def _fork_failed(self, error: TrialError) -> None:
+        assert self.setup.started is not None
+        self.setup.started.obstacle = f"it cannot be forked: {error}"
+        self._parent = None
 
     def _fork_from_parent(self, streams: Sequence[IO[bytes] | IO[str]], given: Sequence[int]) -> None:
         """Leaves the process unset where there is none to be forked, or forking it fails."""
@@ -378,9 +395,7 @@ class TrialProcess(CommandedTrial):
         try:
             self._process = self._parent.fork(streams, given, self.choices)
         except TrialError as error:
-            assert self.setup.started is not None
-            self.setup.started.obstacle = f"it cannot be forked: {error}"
-            self._parent = None
+            self._fork_failed(error)
 
     def fork_obstacle(self) -> str:
         """Why it cannot be forked at its first step; '' if it can."""

@@ -24,7 +24,10 @@ from flatout.script.trial.answers import TrialDied, TrialEnded
 from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.script.trial.started_script import StartedScript
 from flatout.search.deadline import Deadline
+from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
+from flatout.tuning.search import TrainingSearch
+from tests.levers.test_catalogue import CPU
 from tests.tuning.planted_levers import Helps, Planted
 
 pytestmark = [
@@ -246,8 +249,8 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def planted_setup(folder: Path, each: str = "") -> TrialSetup:
-    return replace(setup_of(folder, each=each), levers=f"{__file__}:PLANTED")
+def planted_setup(folder: Path, each: str = "", before: str = "") -> TrialSetup:
+    return replace(setup_of(folder, before, each), levers=f"{__file__}:PLANTED")
 
 
 def test_only_what_has_to_be_on_before_the_first_step_needs_a_start_of_its_own(
@@ -326,6 +329,18 @@ def test_a_proof_goes_on_without_forks_where_they_fail(tmp_path: Path, monkeypat
             assert prover.prove([HELPS]).verdict == "bit-identical"
         assert forks.started is not None
         assert forks.started.obstacle == "it cannot be forked: no more processes"
+
+
+@pytest.mark.parametrize("how", ["os._exit(3)", "globals().update(torch=None)"])
+def test_a_script_that_fails_in_forks_is_tuned_without(tmp_path: Path, how: str) -> None:
+    """At the fork, or in its first step."""
+    before = f"os.register_at_fork(after_in_child=lambda: {how})"
+    setup = replace(planted_setup(tmp_path, before=before, each="time.sleep(0.01)"), deadline=Deadline(100.0))
+    with started_once(setup) as forks:
+        search = TrainingSearch(forks, CPU, [Helps()], SearchLimits(deadline=Deadline(100.0)))
+        state = search.run()
+        assert [choice.label for choice in state.kept] == ["helps"]
+        assert search.trials.spared_seconds() == 0.0
 
 
 def test_where_two_more_would_not_fit_into_memory_none_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
