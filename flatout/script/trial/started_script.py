@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from flatout.levers.lever import Choice
     from flatout.script.trial.process import TrialProcess
 
-LONG_START_SECONDS = 1.0
-"""A shorter one is not worth the memory of a process that waits."""
+SAVED_FROM_SECONDS = 0.4
+"""A shorter start is not worth the memory of a process that waits: a minute's tune makes some ten."""
 WAITING_SHARE, WAITING_SHARE_OF_BUDGET = 0.5, 0.02
 """Shares of a start and of the budget: a start that waited longer says little about how long later ones take."""
 
@@ -48,11 +48,11 @@ def mostly_waited(start: Start, budget_seconds: float) -> bool:
 class StartedScript:
     """The processes that wait: one for each set of choices that have to be on before the first step."""
 
-    def __init__(self, long_start_seconds: float = LONG_START_SECONDS) -> None:
-        """long_start_seconds: the shortest start that is saved."""
+    def __init__(self, saved_from_seconds: float = SAVED_FROM_SECONDS) -> None:
+        """saved_from_seconds: the shortest start that is saved."""
         self.obstacle = ""
         """Why no more trials are forked."""
-        self._long_start_seconds = long_start_seconds
+        self._saved_from_seconds = saved_from_seconds
         self._processes: dict[Key, TrialProcess] = {}
         self._obstacles: dict[Key, str] = {}
         """Of processes that were asked."""
@@ -80,7 +80,7 @@ class StartedScript:
 
     def takes(self, trial: TrialProcess) -> bool:
         """Is its process, which is at its first step, to wait there? `add` must follow."""
-        if not self.may_take(trial.choices) or (trial.start_seconds or 0.0) < self._long_start_seconds:
+        if not self.may_take(trial.choices) or (trial.start_seconds or 0.0) < self._saved_from_seconds:
             return False
         budget_seconds = None if trial.deadline is None else trial.deadline.budget_seconds
         if budget_seconds is not None and not self._has_waited and mostly_waited(trial, budget_seconds):

@@ -64,7 +64,7 @@ def setup_of(folder: Path, before: str = "", each: str = "", threads: int = 1) -
 
 @contextlib.contextmanager
 def started_once(setup: TrialSetup) -> Iterator[TrialSetup]:
-    with StartedScript(long_start_seconds=0.0) as started:
+    with StartedScript(saved_from_seconds=0.0) as started:
         yield replace(setup, started=started)
 
 
@@ -298,7 +298,7 @@ def test_a_first_start_that_mostly_waited_is_made_again(
 
 
 def test_a_short_start_is_not_saved(tmp_path: Path, spawned: list[str]) -> None:
-    with StartedScript(long_start_seconds=1000.0) as started:
+    with StartedScript(saved_from_seconds=1000.0) as started:
         setup = replace(setup_of(tmp_path), started=started)
         for _ in range(2):
             with setup.trial() as trial:
