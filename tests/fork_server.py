@@ -38,7 +38,7 @@ def load() -> None:
         import flatout
         import flatout.application.live_run
         import flatout.script.runner
-        import flatout.script.trial.process
+        import flatout.script.trial.setup
 
         torch.optim.SGD([torch.zeros(1)], 0.1)  # imports more with the first optimizer
         for name in ("Checkpoints", "TrainStep", "batches", "evaluate", "fit", "models", "supervised"):

@@ -26,7 +26,7 @@ from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.statistics import compare_paired
 from flatout.tuning.last_comparison import Pairs, comparison_of_groups, fresh_arms
 from flatout.tuning.windows import Pace, compare_arms

@@ -16,7 +16,7 @@ from pathlib import Path
 from flatout.errors import FlatoutError
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.script_tuning import TuneRequest, tune_script
 from flatout.units import format_bytes
 

@@ -27,7 +27,7 @@ from benchmarks.proof import right_levers, wrong_levers
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import Proof

@@ -29,7 +29,8 @@ from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.search import TrainingSearch

@@ -46,7 +46,7 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.machine.with_ceilings import machine_with_ceilings
     from flatout.script.entry import Target
     from flatout.script.trial.fork_server import ForkServer
-    from flatout.script.trial.process import TrialSetup
+    from flatout.script.trial.setup import TrialSetup
     from flatout.search.deadline import Deadline
     from flatout.tuning import worth_trying
     from flatout.tuning.proposals import SearchLimits

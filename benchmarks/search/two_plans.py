@@ -21,7 +21,7 @@ from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_from_json, split_by_switch
 from flatout.script.entry import Target
 from flatout.script.trial.fork_server import ForkServer
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.statistics import Comparison
 from flatout.tuning.last_comparison import LEAST_WINDOWS, MOST_WINDOWS, comparison_of_groups
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, compare_arms

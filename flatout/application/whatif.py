@@ -14,7 +14,8 @@ from flatout.plan import Plan
 from flatout.predicted_time.prediction import WhatIf
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded, explain_end
-from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 
 Precision = Literal["fp32", "tf32", "bf16"]

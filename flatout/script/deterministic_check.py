@@ -16,7 +16,8 @@ from flatout.errors import ScriptError, TrialError
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialHangs
 from flatout.script.trial.messages import Command, DeterminismAnswer
-from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
 

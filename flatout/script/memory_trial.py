@@ -15,7 +15,8 @@ from flatout.memory.use import MemoryUse
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
 from flatout.script.trial.messages import MemoryAnswer
-from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
 

@@ -20,7 +20,8 @@ from flatout.script.rank_answers import RankWatch, names_text, write_settings
 from flatout.script.rank_profiles import RankProfile, RankProfiles, rank_profiles
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled
 from flatout.script.trial.messages import Command, ProfileAnswer, TargetSettings
-from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
 

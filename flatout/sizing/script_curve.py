@@ -24,7 +24,8 @@ from flatout.script.entry import Target
 from flatout.script.loader_batches import BatchSize, LiveBatches
 from flatout.script.trial.answers import TrialEnded, Window, explain_end
 from flatout.script.trial.fork_server import ForkServer
-from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup
 from flatout.script.work_folder import work_folder
 from flatout.sizing.curve import SHARE, BatchCurve, find_knee
 from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve

@@ -138,6 +138,19 @@ def compare_afresh(
     began = deadline.elapsed_seconds
     left_at_first = deadline.seconds_left
     available = max(seconds, left_at_first)
+
+    def may_go_on(new_pairs: int) -> bool:
+        """Is there time for one more new pair?"""
+        spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
+        most = available
+        if _is_undecided(found, pace):
+            if started is None or len(groups) >= LEAST_PROCESS_PAIRS:
+                share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
+                most += share * deadline.budget_seconds
+            if started is None and len(groups) < LEAST_PROCESS_PAIRS:
+                most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
+        return len(groups) < least or spent + spent / new_pairs <= most
+
     for number in range(MOST_PROCESS_PAIRS):
         pairs: Pairs = []
         wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
@@ -146,21 +159,15 @@ def compare_afresh(
         else:
             last = _one_pair_of_runs(sides, few, deadline, number, pairs)
         groups.append(pairs)
-        spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
-        undecided = found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
-        too_few = undecided and len(groups) < LEAST_PROCESS_PAIRS
-        most = available
-        if undecided and not (too_few and started):
-            share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
-            most += share * deadline.budget_seconds
-        if too_few and not started:
-            most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
-        if spent + spent / len(groups) > most and len(groups) >= least:
-            if too_few and started:
-                windows_seconds = min(max(LEAST_SECONDS, available - spent), MOST_SECONDS)
+        found = comparison_of_groups(groups, pace.least_gain)
+        if started is not None and _is_undecided(found, pace) and not may_go_on(number + 1):
+            if len(groups) < LEAST_PROCESS_PAIRS:
+                left = available - (deadline.elapsed_seconds - began)
+                windows_seconds = min(max(LEAST_SECONDS, left), MOST_SECONDS)
                 groups += _of_started(started, replace(pace, seconds=windows_seconds), deadline)
-            break
-        if _is_narrow(found, len(groups), undecided=undecided):
+                found = comparison_of_groups(groups, pace.least_gain)
+            started = None
+        if not may_go_on(number + 1) or _is_narrow(found, len(groups), undecided=_is_undecided(found, pace)):
             break
     assert last is not None
     every = [pair for group in groups for pair in group]
@@ -172,6 +179,10 @@ def compare_afresh(
         baseline_medians=tuple(pair[0] for pair in every),
         candidate_medians=tuple(pair[1] for pair in every),
     )
+
+
+def _is_undecided(found: Comparison, pace: Pace) -> bool:
+    return found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
 
 
 def _of_started(arms: tuple[Arm, Arm], pace: Pace, deadline: Deadline) -> list[Pairs]:

@@ -17,8 +17,8 @@ from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.script.entry import Target
 from flatout.script.own_files import source_digests
 from flatout.script.trial.fork_server import ForkServer
-from flatout.script.trial.process import TrialSetup, terminal_size
 from flatout.script.trial.session import load_levers
+from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.trial.started_script import StartedScript
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline

@@ -21,7 +21,7 @@ from flatout.plan import Plan
 from flatout.report.tuned_devices_text import tuned_lines
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.statistics import Comparison
 from flatout.tuning.devices import choosing, measuring

@@ -19,7 +19,7 @@ from flatout.plan_choices import Exactness
 from flatout.report.tune_text import tune_document, tune_text
 from flatout.script.entry import Target
 from flatout.script.trial.answers import Peak, TrialEnded, Window, explain_end
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.few_steps import FewSteps, compare_whole_runs, few_steps
 from flatout.tuning.last_comparison import compare_in_fresh_processes

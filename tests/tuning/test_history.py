@@ -20,7 +20,7 @@ from flatout.levers.lever import Choice, Saving
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.search.lines import trial_lines
 from flatout.search.trial import Measured, Trial

@@ -9,7 +9,7 @@ import pytest
 
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning import last_comparison
 from flatout.tuning.few_steps import pairing_of_runs
@@ -151,27 +151,39 @@ def test_the_proofs_processes_are_compared_where_time_is_short(
     assert found.comparison.verdict == "faster"
 
 
-def test_processes_of_the_proof_that_have_ended_add_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kept", "pairs", "verdict"),
+    [
+        (1.7, 8 + 8, "faster"),  # they decide
+        (1.3, 8 + 8 + 8 + 8, "faster"),  # they differ from the new pair: other new ones decide
+        (1.0, 8 + 8 + 8, "not significant"),
+        (None, 8 + 8, "faster"),  # they have ended
+    ],
+)
+def test_where_the_proofs_processes_do_not_decide_a_new_pair_may_take_longer(
+    kept: float | None, pairs: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
 
     def one_pair(sides: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
         nonlocal now
         now += 8.0
-        pairs += group(1.3)
+        pairs += group(1.8)
         return pairing_of_runs(pairs, pace), pace
 
-    def ended(*arms: Any, collected: list[Any]) -> None:
-        collected += group(9.9, 1)
-        raise TrialEnded("train.py", 0, steps=3)
+    def compare(*arms: Any, collected: list[Any]) -> None:
+        collected += group(kept or 9.9, 8 if kept else 1)
+        if kept is None:
+            raise TrialEnded("train.py", 0, steps=3)
 
     monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
-    monkeypatch.setattr(last_comparison, "compare_arms", ended)
+    monkeypatch.setattr(last_comparison, "compare_arms", compare)
+    monkeypatch.setattr(last_comparison, "USUAL_DEVIATION", 0.1)  # one pair does not decide
     setup, arms = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path), ("plain", "planned")
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)
     pace = Pace.for_step(1e-3, seconds=9.0)
     found = compare_in_fresh_processes(setup, [], pace, deadline, 9.0, started=arms)  # type: ignore[arg-type]
-    assert found.comparison.pairs == 8
-    assert found.comparison.verdict == "not significant"
+    assert (found.comparison.pairs, found.comparison.verdict) == (pairs, verdict)
 
 
 def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from flatout.levers.lever import Choice, Lever
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Numerics
@@ -295,7 +295,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
-    monkeypatch.setattr("flatout.script.trial.process.TrialProcess", Started)
+    monkeypatch.setattr("flatout.script.trial.setup.TrialProcess", Started)
     monkeypatch.setattr(Numerics, "from_answer", lambda answer: PLAIN)
     monkeypatch.setattr(Started, "log", [])
     monkeypatch.setattr(Started, "failing", [])

@@ -22,7 +22,7 @@ from flatout.machine.detect import detect
 from flatout.script.entry import Target
 from flatout.script.replicas.settings import SCRATCH, Settings
 from flatout.script.trial.answers import TrialEnded
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.devices.basis import Basis
 from flatout.tuning.devices.measuring import exchange_between
@@ -183,7 +183,7 @@ import sys, time
 from pathlib import Path
 from flatout.script.entry import Target
 from flatout.script.replicas.settings import Settings
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.devices.ranks_trial import RanksTrial
 setup = TrialSetup(target=Target(path="train.py"), work_folder=Path({str(tmp_path / "work")!r}))
 trial = RanksTrial(setup, Settings(), 2)

@@ -22,7 +22,7 @@ from flatout.plan import Plan, write_plan
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded, TrialHangs
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.ranks.answers import as_one
 from flatout.tuning.ranks.script import ScriptRanks, ScriptRanksTrial

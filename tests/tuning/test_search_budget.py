@@ -19,7 +19,8 @@ from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.threads import Threads
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.search import TrainingSearch

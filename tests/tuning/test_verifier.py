@@ -13,7 +13,7 @@ import pytest
 from flatout.levers.lever import Choice, Graph, choices_of_plan, graph_of
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.search.trial import Trial
 from flatout.sequential import compare_so_far

@@ -27,7 +27,8 @@ from benchmarks.search.planted import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup
 from flatout.statistics import median
 from flatout.tuning.windows import Arm, Pace, compare_arms
 from flatout.tuning.worth_trying import COMPARISON_SECONDS

@@ -1,7 +1,8 @@
 """One trial: a user's script in its own process, isolated from the user's files, and the parent that controls it.
 
-`process` is the parent, `child` the process. `fork_server` starts one that has loaded torch already, `started_script`
-one that is at the script's first step already. Settings are passed in a file, then each message is one JSON line
+`setup` is what all trials of a script have in common, `process` the parent's end of one, `child` the process.
+`fork_server` starts one that has loaded torch already, `started_script` one that is at the script's first step already.
+Settings are passed in a file, then each message is one JSON line
 (`messages`). The parent may receive, whatever it asked for:
 
     isolated                   how the script is isolated from the user's files: always the first
@@ -28,7 +29,7 @@ Without one, the script runs until its first recognized step, and then waits for
     peak  levers, steps                    -> peak memory of a step's tensors
     numerics  levers, request              -> losses, gradients and final weights of the next steps (`NumericsRequest`)
     forkable                               -> why other trials cannot be forked from it at its first step (`forking`)
-    fork                                   -> the id of one that was; it answers through descriptors of its own
+    fork  levers                           -> the id of one that was, with these levers on; it answers by itself
     poll  pid                              -> the exit code of such a process
     kill  pid                              -> it was ended
     stop                                   -> the process leaves at once

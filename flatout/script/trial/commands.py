@@ -19,7 +19,7 @@ from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
 from flatout.script.trial.messages import Command
 
 if TYPE_CHECKING:
-    from flatout.script.trial.process import TrialSetup
+    from flatout.script.trial.setup import TrialSetup
 
 FIRST_STEPS_SECONDS = 900.0
 """Timeout of the first steps, while the step time is unknown."""

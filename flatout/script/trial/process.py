@@ -24,20 +24,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO
 
 import psutil
 
 from flatout.decoding import decode
-from flatout.environment import inductor_folder, launched, trial_environment
+from flatout.environment import launched, trial_environment
 from flatout.errors import TrialError, UsageError
 from flatout.levers.lever import Choice
-from flatout.machine.detect import usable_cores
 from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.script.child_command import child_command
-from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.trial.answers import (
     TrialDied,
@@ -50,18 +47,12 @@ from flatout.script.trial.answers import (
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, as_json
 from flatout.script.trial.forked import KILLED, ForkOfTrial
 from flatout.script.trial.messages import Command, TrialConfig
-from flatout.script.trial.started_script import StartedScript
-from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.search.deadline import BudgetSpent
 
 if TYPE_CHECKING:
-    from flatout.script.trial.fork_server import ForkServer
+    from flatout.script.trial.setup import TrialSetup
 
 START_TIMEOUT_SECONDS = 1800.0
-HANG_FLOOR_SECONDS = 30.0
-LONG_START_SECONDS = 1.0
-"""Below that, two starts in turn are quick enough."""
-SIDE_BY_SIDE = 1.2
-"""Times the usable cores: two starts that use this much together are still quicker at once than in turn."""
 STOP_POLL_SECONDS = 0.5
 """Interval for checking whether the user has stopped the search, while a trial is silent."""
 ENDS_OF_INPUT = b"\x04" * 64
@@ -71,109 +62,6 @@ FORK_SECONDS = 60.0
 """Timeout of what is asked of a process that waits to be forked."""
 END_SECONDS = 10.0
 """Timeout of a trial's end: the kernel has to end every process in it."""
-
-
-@dataclass
-class Starts:
-    """Cost of the quickest start of the plain script."""
-
-    seconds: float | None = None
-    """Until its first step is recognized; None: not started yet."""
-    cores: float | None = None
-    """Cores it kept busy meanwhile; None: unknown."""
-
-    @property
-    def fit_side_by_side(self) -> bool:
-        """Is a start long, and do two of them fit on the cores?"""
-        if self.seconds is None or self.cores is None:
-            return False
-        return self.seconds >= LONG_START_SECONDS and 2 * self.cores <= SIDE_BY_SIDE * usable_cores()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialSetup:
-    """What every trial of one search has in common."""
-
-    target: Target
-    work_folder: Path
-    """For scratch directories, configurations and logs; outside the isolation, removed by its owner."""
-    shared: tuple[Path, ...] = ()
-    """Folders to which trials write for real, besides those of ours."""
-    levers: str = "flatout.levers.catalogue:LEVERS"
-    isolation: Literal["auto", "overlay", "guard"] = "auto"
-    allow_network: bool = False
-    """Otherwise each trial has only a loopback interface of its own."""
-    stdin_file: Path | None = None
-    """What each trial reads; None: nothing."""
-    inherits_stdin: bool = False
-    """For a single trial: it reads what is piped into this process."""
-    errors_apart: bool = False
-    """Write stderr to a separate log?"""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Extra environment variables of the trials; with any, a trial is never forked."""
-    fork_server: ForkServer | None = None
-    """Forks trials where it can; None: each is a new process."""
-    started: StartedScript | None = None
-    """From what they are forked at the script's first step, where they can be; None: each starts the script."""
-    deadline: Deadline | None = None
-    """Of the tune; what overruns it is named in its explanation."""
-    hang_floor_seconds: float = HANG_FLOOR_SECONDS
-    terminal_size: tuple[int, int] | None = None
-    """(rows, columns) where the script would read from a terminal: trials get one that is at end of file."""
-    starts: Starts = field(default_factory=Starts)
-
-    @property
-    def name(self) -> str:
-        return self.target.name
-
-    @property
-    def kind(self) -> str:
-        return "script"
-
-    @property
-    def afresh(self) -> str:
-        return "in new processes"
-
-    def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> TrialProcess:
-        """A process; `choices` are on from its start, windows add to them."""
-        return TrialProcess(self, choices, label=label)
-
-    def spared_seconds(self, choices: Sequence[Choice] = ()) -> float:
-        """By how much a trial with these choices starts sooner than a new process."""
-        if environment_of(self, choices):
-            return 0.0
-        waiting = None if self.started is None else self.started.process(choices)
-        if waiting is not None:
-            return waiting.startup_seconds or 0.0
-        server = self.fork_server
-        return server.load_seconds if server is not None and server.is_ready() else 0.0
-
-    def in_new_processes(self) -> TrialSetup:
-        return replace(self, fork_server=None, started=None)
-
-    def from_the_start(self) -> TrialSetup:
-        return replace(self, started=None) if self.started is not None and self.started.is_used else self
-
-    @property
-    def shared_folder(self) -> Path:
-        """All trials write there for real."""
-        folder = self.work_folder / "shared"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """All folders to which trials write for real; compiled kernels are kept, too."""
-        return inductor_folder(), self.shared_folder, *self.shared
-
-    @property
-    def starts_overlap(self) -> bool:
-        """Is it quicker to start two trials at once? Imports and reading data overlap well, but first steps that use
-        all cores slow each other down. With the machine's network, trials would compete for the script's ports."""
-        if self.allow_network or (self.started is not None and self.started.process() is not None):
-            return False
-        forked = self.fork_server is not None and self.fork_server.is_ready()
-        return not forked or self.starts.fit_side_by_side
 
 
 def refuse_in_ranks() -> None:
@@ -280,7 +168,7 @@ class TrialProcess(CommandedTrial):
         """Start the script without waiting, so that several may start at once; `start` must follow, unless there is a
         command that applies from its first line. UsageError in one of several ranks."""
         refuse_in_ranks()
-        environment = environment_of(self.setup, self.choices)
+        environment = self.setup.environment_of(self.choices)
         started = None if environment or command is not None else self.setup.started
         self._parent = None if started is None else started.process(self.choices)
         may_be_forked = started is not None and started.may_take(self.choices)
@@ -548,12 +436,6 @@ class TrialProcess(CommandedTrial):
         return line
 
 
-def environment_of(setup: TrialSetup, choices: Sequence[Choice]) -> dict[str, str]:
-    """The variables of a trial under these choices, beside those of this process."""
-    of_levers = [choice.lever.environment(choice.value) for choice in choices]
-    return {name: value for part in (setup.environment, *of_levers) for name, value in part.items()}
-
-
 def cpu_seconds(process_id: int) -> float:
     """CPU time so far of this process and everything it started, including what has ended."""
     try:
@@ -573,15 +455,6 @@ def _end(process: Process) -> None:
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)  # children of a process that did not get as far as splitting
     process.wait()
-
-
-def terminal_size() -> tuple[int, int] | None:
-    """(rows, columns) of the terminal that the script would read from if started directly."""
-    try:
-        size = os.get_terminal_size(0)
-    except OSError:
-        return None
-    return size.lines, size.columns
 
 
 def _piped_in() -> TextIO | None:

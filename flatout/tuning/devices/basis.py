@@ -12,7 +12,7 @@ from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
 from flatout.script.replicas.settings import Settings
 from flatout.script.replicas.starting import write_settings
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.ranks.job import JobRequest, RanksJob
 from flatout.tuning.results import SearchState

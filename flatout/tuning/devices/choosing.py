@@ -17,7 +17,7 @@ from flatout.levers.lever import split_by_switch
 from flatout.machine.description import Machine
 from flatout.script.replicas.settings import Settings
 from flatout.script.trial.answers import TrialEnded
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import stopped_by_interrupt
 from flatout.statistics import Comparison

@@ -16,7 +16,7 @@ from flatout.script.isolation import cleanup
 from flatout.script.replicas.refusal import refusal_of
 from flatout.script.replicas.settings import SCRATCH, Settings
 from flatout.script.replicas.starting import write_settings
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.ranks.group import RankGroup
 from flatout.tuning.ranks.job import JobRequest
 

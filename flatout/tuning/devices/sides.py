@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.script.replicas.settings import NOT_IN_RANKS, Settings
-from flatout.script.trial.process import TrialSetup
+from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.devices.ranks_trial import RanksTrial
 from flatout.tuning.windows import Arm
 

@@ -22,7 +22,8 @@ from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, Tria
 from flatout.script.trial.commanded_rank import ANSWERS, COMMANDS
 from flatout.script.trial.commands import CommandedTrial
 from flatout.script.trial.messages import Command
-from flatout.script.trial.process import START_TIMEOUT_SECONDS, STOP_POLL_SECONDS, TrialSetup, cpu_seconds
+from flatout.script.trial.process import START_TIMEOUT_SECONDS, STOP_POLL_SECONDS, cpu_seconds
+from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent
 from flatout.tuning.ranks.answers import as_one
 from flatout.tuning.ranks.job import JobRequest, RanksJob

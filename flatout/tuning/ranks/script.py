@@ -19,9 +19,10 @@ from flatout.levers.lever import Choice, Lever
 from flatout.script.isolation import cleanup
 from flatout.script.trial.answers import TrialHangs
 from flatout.script.trial.commands import as_json
-from flatout.script.trial.process import START_TIMEOUT_SECONDS, TrialSetup, environment_of
+from flatout.script.trial.process import START_TIMEOUT_SECONDS
 from flatout.script.trial.rank_child import SETTINGS, RankSettings
 from flatout.script.trial.rank_starter import END
+from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.ranks.group import SCRIPT, RankGroup
 from flatout.tuning.ranks.job import ISOLATION, SCRATCH, JobRequest
 from flatout.units import format_seconds
@@ -98,7 +99,7 @@ class ScriptRanksTrial(RankGroup):
             devices=self.count,
             allow_network=self.setup.allow_network,
             shared=tuple(str(path) for path in (self.folder, *self.setup.written)),
-            variables=tuple(environment_of(self.setup, self.choices).items()),
+            variables=tuple(self.setup.environment_of(self.choices).items()),
         )
 
     def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:

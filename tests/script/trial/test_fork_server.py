@@ -18,7 +18,8 @@ from flatout.script.numerics import NumericsRequest
 from flatout.script.trial import fork_server as module
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.fork_server import KILLED, ForkServer
-from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.last_comparison import trials_as_used
 

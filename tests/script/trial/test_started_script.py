@@ -21,7 +21,8 @@ from flatout.script.entry import Target
 from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial import forking
 from flatout.script.trial.answers import TrialDied, TrialEnded
-from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import TrialSetup
 from flatout.script.trial.started_script import StartedScript
 from flatout.search.deadline import Deadline
 from flatout.tuning.proposals import SearchLimits

@@ -12,7 +12,8 @@ import pytest
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded, explain_end
-from flatout.script.trial.process import Starts, TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess
+from flatout.script.trial.setup import Starts, TrialSetup
 from flatout.tuning.numerics import Numerics
 
 LOOP = """
@@ -193,7 +194,7 @@ while True:
 def test_long_starts_that_leave_cores_idle_go_side_by_side(
     seconds: float | None, cores: float | None, fit: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("flatout.script.trial.process.usable_cores", lambda: 2)
+    monkeypatch.setattr("flatout.script.trial.setup.usable_cores", lambda: 2)
     server: Any = SimpleNamespace(is_ready=lambda: True)
     setup = TrialSetup(
         target=Target(path="train.py"),

@@ -38,7 +38,7 @@ def test_one_has_the_turn(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_trials")
 def test_a_trial_waits_with_its_first_steps(tmp_path: Path) -> None:
     from flatout.script.entry import Target
-    from flatout.script.trial.process import TrialSetup
+    from flatout.script.trial.setup import TrialSetup
     from flatout.script.trial.turn import Turn
 
     (tmp_path / "train.py").write_text(
