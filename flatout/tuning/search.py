@@ -158,6 +158,7 @@ class TrainingSearch(Search[Choice]):
 
     def after_trial(self, trial: Trial, tried: Sequence[Choice]) -> None:
         self._proposals.note(trial)
+        self._keep_back(self.first_seconds or 0.0)  # what was forked has to be started, once a fork has written
 
     # the process
 
