@@ -284,7 +284,7 @@ def test_what_later_trials_are_spared_is_the_start(tmp_path: Path) -> None:
             assert trial._parent is None
 
 
-@pytest.mark.parametrize("budget_seconds", [1.0, 1000.0])
+@pytest.mark.parametrize("budget_seconds", [1.0, 1e6])
 def test_a_first_start_that_mostly_waited_is_made_again(
     tmp_path: Path, budget_seconds: float, spawned: list[str]
 ) -> None:
