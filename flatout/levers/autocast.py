@@ -16,6 +16,7 @@ from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.precision.autocast import autocast_call, loss_scaled_backward
+from flatout.precision.recurrent import lstm_gradients_right
 from flatout.replaced import replaced
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Autocast(Lever):
     """Matrix products in bf16, or in fp16 with loss scaling where the device has no fast bf16.
 
     Autocast is put around each outermost module call that trains. Weights, loss and optimizer stay in fp32, and the
-    model's outputs are fp32 again, so the script's loss, metrics and `.numpy()` see what they always saw.
+    model's outputs are fp32 again, so the script's loss, metrics and `.numpy()` see what they always saw. On a CPU, an
+    LSTM runs in fp32 where its gradients would be wrong.
     """
 
     name = "autocast"
@@ -65,6 +67,7 @@ class Autocast(Lever):
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(subject.around_calls(autocast_call(str(value))))
+            stack.enter_context(lstm_gradients_right())
             stack.enter_context(replaced(torch.Tensor, "numpy", _numpy_of_fp32))
             if value == "fp16":
                 stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers, subject.modules)))

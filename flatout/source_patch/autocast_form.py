@@ -53,6 +53,10 @@ def precision(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoo
         raise NoSourceForm("fp16 needs a scaled loss, in the script's own update" if value == "fp16" else "it is fp32")
     if not tuned.device:
         raise NoSourceForm("the plan does not say on which device it was tuned, which torch.autocast has to be told")
+    if tuned.device == "cpu" and sources.mentions("LSTM"):
+        raise NoSourceForm(
+            "flatout run keeps an LSTM in fp32 where oneDNN's 16-bit gradients are wrong; autocast does not"
+        )
     form = _Form(sources, choice, training_step(sources, tuned.trained), tuned.device)
     for call in form.step.calls:
         form.wrap(call)

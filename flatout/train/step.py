@@ -45,6 +45,7 @@ from flatout.parallel.whole_tensors import ELSEWHERE
 from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
+from flatout.precision.recurrent import lstm_gradients_right
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import CountTerms, LossFn, own_metrics
@@ -324,6 +325,7 @@ class TrainStep:
             # Without the lever, which scales each backward pass: here the whole step is scaled, and the scale is saved.
             del wanted["precision"]
             self._levers.enter_context(self._subject.around_calls(autocast_call("fp16")))
+            self._levers.enter_context(lstm_gradients_right())
         if "activation_checkpointing" in wanted:
             self._levers.enter_context(without_key_value_cache(self.model))
         checkpointing = ActivationCheckpointing(self.plan.checkpointed_blocks)

@@ -294,6 +294,12 @@ def test_autocast_is_left_where_the_step_is_unclear(tmp_path: Path, step: str, r
 def test_autocast_needs_a_device_and_bf16(tmp_path: Path) -> None:
     assert "on which device" in patch_for(tmp_path, PLAIN, loop=None, precision="bf16").left[0].reason
     assert "scaled loss" in patch_for(tmp_path, PLAIN, precision="fp16").left[0].reason
+    assert (
+        "LSTM"
+        in patch_for(tmp_path, PLAIN + "\n# LSTM = torch.nn.LSTM\nlayer = torch.nn.LSTM(2, 2)\n", precision="bf16")
+        .left[0]
+        .reason
+    )
 
 
 def test_a_compiled_model_beside_the_model(tmp_path: Path) -> None:
