@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 torch.set_num_threads(1)
 rank, ranks = int(sys.argv[1]), int(sys.argv[2])
 if ranks > 1:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
-    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
 def leave(code=0):
     sys.stdout.flush()
     if ranks > 1 and code == 0:
@@ -36,11 +35,9 @@ def run_ranks(python: Python) -> RunRanks:
     """
 
     def run(script: str, ranks: int, *arguments: object) -> list[tuple[int, str, str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        rest = (str(ranks), port, *map(str, arguments))
-        commands = [("-c", BEGIN + script, str(rank), *rest) for rank in range(ranks)]
-        return [(ended.returncode, ended.stdout, ended.stderr) for ended in python.together(*commands)]
+        with tempfile.TemporaryDirectory() as folder:  # where they meet: a free port might not stay free
+            rest = (str(ranks), f"{folder}/store", *map(str, arguments))
+            commands = [("-c", BEGIN + script, str(rank), *rest) for rank in range(ranks)]
+            return [(ended.returncode, ended.stdout, ended.stderr) for ended in python.together(*commands)]
 
     return run
