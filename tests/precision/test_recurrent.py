@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import flatout
 from flatout.precision import recurrent
@@ -22,6 +23,15 @@ def gradients(layer: nn.LSTM, x: torch.Tensor, *, autocast: bool) -> list[torch.
     (output.float() ** 2).sum().backward()
     assert x.grad is not None
     return [x.grad, *(parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None)]
+
+
+class Tagger(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, hidden, batch_first=True), nn.Linear(hidden, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.lstm(x)[0])
 
 
 @pytest.mark.parametrize(("inputs", "hidden"), [(8, 16), (16, 1024)])
@@ -82,21 +92,44 @@ def test_what_is_no_tensor_is_refused_by_the_layer(monkeypatch: pytest.MonkeyPat
         nn.LSTM(4, 8)(3)
 
 
+def test_a_layer_that_is_checkpointed_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes is no part of the forward pass that is computed again."""
+    gradient_error.cache_clear()
+    layer, x = nn.LSTM(4, 8), torch.randn(3, 2, 4, requires_grad=True)
+    with lstm_gradients_right():
+        with torch.autocast("cpu", torch.bfloat16):
+            output = checkpoint(lambda value: layer(value)[0], x, use_reentrant=False)
+        output.float().sum().backward()
+    assert x.grad is not None
+    assert gradient_error.cache_info().misses == 1
+
+
+def test_what_is_tried_is_not_compiled() -> None:
+    """Compiled, it would be right where the layer is not."""
+    torch.manual_seed(0)
+    model, x = Tagger(1024), torch.randn(4, 5, 8)
+    found = []
+    gradient_error.cache_clear()
+    with lstm_gradients_right():
+        for call, autocast in ((torch.compile(model, backend="aot_eager"), True), (model, False)):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output = call(x)
+            (output.float() ** 2).sum().backward()
+            assert model.lstm.weight_ih_l0.grad is not None
+            found.append(model.lstm.weight_ih_l0.grad.clone())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.05
+    tried = gradient_error(8, 1024, torch.bfloat16)
+    gradient_error.cache_clear()
+    assert gradient_error(8, 1024, torch.bfloat16) == pytest.approx(tried, rel=0.1)
+
+
 def test_without_autocast_and_afterwards_it_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong(monkeypatch)
     layer, x, original = nn.LSTM(4, 8), torch.randn(3, 2, 4), nn.LSTM.forward
     with lstm_gradients_right():
         assert layer(x.double().float())[0].dtype == torch.float32
     assert nn.LSTM.forward is original
-
-
-class Tagger(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, hidden, batch_first=True), nn.Linear(hidden, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(self.lstm(x)[0])
 
 
 def test_a_step_in_bf16_has_the_gradients_of_one_in_fp32() -> None:
