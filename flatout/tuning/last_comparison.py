@@ -143,11 +143,11 @@ def compare_afresh(
         """Is there time for one more new pair?"""
         spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
         most = available
-        if _is_undecided(found, pace):
-            if started is None or len(groups) >= LEAST_PROCESS_PAIRS:
-                share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
-                most += share * deadline.budget_seconds
-            if started is None and len(groups) < LEAST_PROCESS_PAIRS:
+        too_few = len(groups) < LEAST_PROCESS_PAIRS
+        if _is_undecided(found, pace) and not (too_few and started):
+            share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
+            most += share * deadline.budget_seconds
+            if too_few:
                 most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
         return len(groups) < least or spent + spent / new_pairs <= most
 
@@ -160,13 +160,12 @@ def compare_afresh(
             last = _one_pair_of_runs(sides, few, deadline, number, pairs)
         groups.append(pairs)
         found = comparison_of_groups(groups, pace.least_gain)
-        if started is not None and _is_undecided(found, pace) and not may_go_on(number + 1):
-            if len(groups) < LEAST_PROCESS_PAIRS:
-                left = available - (deadline.elapsed_seconds - began)
-                windows_seconds = min(max(LEAST_SECONDS, left), MOST_SECONDS)
-                groups += _of_started(started, replace(pace, seconds=windows_seconds), deadline)
-                found = comparison_of_groups(groups, pace.least_gain)
-            started = None
+        too_few = _is_undecided(found, pace) and len(groups) < LEAST_PROCESS_PAIRS
+        if too_few and started is not None and not may_go_on(number + 1):
+            left = available - (deadline.elapsed_seconds - began)
+            windows_seconds = min(max(LEAST_SECONDS, left), MOST_SECONDS)
+            groups += _of_started(started, replace(pace, seconds=windows_seconds), deadline)
+            found, started = comparison_of_groups(groups, pace.least_gain), None
         if not may_go_on(number + 1) or _is_narrow(found, len(groups), undecided=_is_undecided(found, pace)):
             break
     assert last is not None

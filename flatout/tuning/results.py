@@ -23,7 +23,7 @@ from flatout.statistics import Comparison
 from flatout.tuning.devices.found import DevicesTuned
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
-from flatout.tuning.trials import Trials
+from flatout.tuning.trials import Trials, restart_seconds
 from flatout.tuning.whole_run import WholeRun
 from flatout.tuning.windows import Pairing
 
@@ -110,7 +110,7 @@ class SearchState(Record[Choice]):
 
     def restart_seconds(self, trials: Trials, choices: Sequence[Choice] = ()) -> float:
         """Of one more trial, with these choices on from its start."""
-        return max(0.0, (self.startup_seconds or 0.0) - trials.spared_seconds(choices))
+        return restart_seconds(trials, self.startup_seconds, choices)
 
     @property
     def flops_per_step(self) -> float | None:

@@ -112,3 +112,8 @@ class Trials(Protocol):
     @property
     def shared_folder(self) -> Path:
         """All trials may write there."""
+
+
+def restart_seconds(trials: Trials, startup_seconds: float | None, choices: Sequence[Choice] = ()) -> float:
+    """Of one more trial, with these choices on from its start. startup_seconds: of the first one."""
+    return max(0.0, (startup_seconds or 0.0) - trials.spared_seconds(choices))

@@ -22,7 +22,7 @@ from flatout.tuning.fitting import Fit
 from flatout.tuning.last_comparison import compare_in_fresh_processes, trials_as_used
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import Proof, SearchState
-from flatout.tuning.trials import Trials
+from flatout.tuning.trials import Trials, restart_seconds
 from flatout.tuning.whole_run import WholeRun, own_start_seconds, whole_run
 from flatout.tuning.windows import Pace, Pairing
 from flatout.units import format_seconds
@@ -51,11 +51,11 @@ def least_seconds(
 
     startup_seconds: of the script in a new process. few: its length, where runs are compared.
     """
-    compared, restart_seconds = trials_as_used(trials, few), max(0.0, startup_seconds - trials.spared_seconds())
-    compared_start_seconds = max(0.0, startup_seconds - compared.spared_seconds())
+    compared = trials_as_used(trials, few)
+    proved_start_seconds, compared_start_seconds = (restart_seconds(one, startup_seconds) for one in (trials, compared))
     proofs = _pairs_of_proof(trials, few)
     starts, whole = (
-        prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=restart_seconds, few=few), trials)
+        prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=proved_start_seconds, few=few), trials)
         + last_comparison.least_seconds(seconds, compared_start_seconds, compared, few=few, started_pairs=proofs)
         for seconds in (0.0, step_seconds)
     )

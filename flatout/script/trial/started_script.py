@@ -54,8 +54,8 @@ class StartedScript:
         """Why no more trials are forked."""
         self._saved_from_seconds = saved_from_seconds
         self._processes: dict[Key, TrialProcess] = {}
-        self._obstacles: dict[Key, str] = {}
-        """Of processes that were asked."""
+        self._asked: dict[Key, str] = {}
+        """Why it cannot be forked, of each process that was asked; '' if it can."""
         self._has_waited = False
 
     def __enter__(self) -> StartedScript:
@@ -76,7 +76,7 @@ class StartedScript:
     def may_take(self, choices: Sequence[Choice]) -> bool:
         """Could the process of a trial with these choices wait for others to be forked from it?"""
         key = _before_first_step(choices)
-        return not (self.obstacle or key in self._processes or key in self._obstacles)
+        return not (self.obstacle or key in self._asked)
 
     def takes(self, trial: TrialProcess) -> bool:
         """Is its process, which is at its first step, to wait there? `add` must follow."""
@@ -87,7 +87,7 @@ class StartedScript:
             self._has_waited = True  # whoever counts on the length of later starts will start it again
             return False
         key = _before_first_step(trial.choices)
-        self._obstacles[key] = obstacle = trial.fork_obstacle()
+        self._asked[key] = obstacle = trial.fork_obstacle()
         return not obstacle
 
     def add(self, process: TrialProcess) -> None:
@@ -95,7 +95,7 @@ class StartedScript:
 
     def obstacle_to(self, choices: Sequence[Choice] = ()) -> str:
         """Why trials with these choices are not forked; '' also where that is not known yet."""
-        return self.obstacle or self._obstacles.get(_before_first_step(choices), "")
+        return self.obstacle or self._asked.get(_before_first_step(choices), "")
 
     def close(self) -> None:
         """Ends all that were forked, too."""

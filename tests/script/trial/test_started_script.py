@@ -336,7 +336,7 @@ def test_a_proof_goes_on_without_forks_where_they_fail(tmp_path: Path, monkeypat
 def test_a_script_that_fails_in_forks_is_tuned_without(tmp_path: Path, how: str) -> None:
     """At the fork, or in its first step."""
     before = f"os.register_at_fork(after_in_child=lambda: {how})"
-    setup = replace(planted_setup(tmp_path, before=before, each="time.sleep(0.01)"), deadline=Deadline(100.0))
+    setup = replace(planted_setup(tmp_path, before=before, each="time.sleep(0.05)"), deadline=Deadline(100.0))
     with started_once(setup) as forks:
         search = TrainingSearch(forks, CPU, [Helps()], SearchLimits(deadline=Deadline(100.0)))
         state = search.run()
