@@ -6,6 +6,7 @@ The ranks import no torch, and meet at no store, but for the tests that are mark
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 from flatout.errors import MachineError, UsageError
 from flatout.parallel.launch_request import Launch
-from flatout.parallel.launching import leader, local_ranks
+from flatout.parallel.launching import leader, local_ranks, output
 from flatout.parallel.launching.events import Event, RankFailed, RanksHang
 from flatout.parallel.launching.launch import launch
 from flatout.report.launch_text import event_text
@@ -110,6 +111,36 @@ def test_a_progress_bar_is_a_line_when_it_is_done(job: Job, capfd: pytest.Captur
     lines = capfd.readouterr().err.splitlines()
     assert {lines.count("[0] 100%"), lines.count("[1] 100%")} == {1}
     assert len(lines) <= 4  # and at most its first state
+
+
+def piped(tmp_path: Path, *writes: bytes) -> bytes:
+    """What comes out where a rank writes this, each read by itself."""
+    shown = tmp_path / "shown"
+    reading, writing = os.pipe()
+    with shown.open("wb") as file:
+        stream = output.Stream(reading, output.Sink(file.fileno(), None), b"[0] ")
+        for data in writes:
+            os.write(writing, data)
+            while select.select([reading], [], [], 0)[0]:
+                time.sleep(0.001)
+        os.close(writing)
+        stream.thread.join(timeout=60)
+    return shown.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("writes", "shown"),
+    [
+        ((b"\r0%\r100%", b"\n"), b"[0] 100%\n"),  # a bar that is read when it is done already
+        ((b"\r0%\r100%", b"\nnext\n"), b"[0] 100%\n[0] next\n"),
+        ((b"\r0%", b"\r100%", b"\n"), b"[0] 0%\n[0] 100%\n"),
+        ((b"\r0%", b"\r100%"), b"[0] 0%\n[0] 100%\n"),  # without an end
+        ((b"\r100%",), b"[0] 100%\n"),
+        ((b"\r100%\n", b"100%\n"), b"[0] 100%\n[0] 100%\n"),  # two lines, not two states
+    ],
+)
+def test_the_state_of_a_bar_is_written_once(tmp_path: Path, writes: tuple[bytes, ...], shown: bytes) -> None:
+    assert piped(tmp_path, *writes) == shown
 
 
 def test_ranks_learn_who_they_are_and_share_the_cores(

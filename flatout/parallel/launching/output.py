@@ -156,6 +156,13 @@ class Stream:
         if self._draws:
             self._sink.draw(b"")
             self._draws = False
+        elif self._bar:  # the state of a bar that was written as a line is not written again when the bar is done
+            first, newline, others = lines.partition(b"\n")
+            if first == self._bar:
+                self._bar = b""
+                if not newline:
+                    return
+                lines = others
         self._bar = b""
         self._sink.write(b"".join((self._prefix, lines.replace(b"\n", b"\n" + self._prefix), b"\n")))
 
@@ -185,11 +192,11 @@ class Stream:
     def _finish(self) -> None:
         rest = b"".join(self._pieces)
         self._pieces, self._size = [], 0
-        if self._draws:
+        if rest.strip(b"\r"):
+            self._write_lines(rest)
+        elif self._draws:
             self._sink.draw(b"")
             self._draws = False
-        if rest.strip(b"\r") and self._last_state(rest) != self._bar:
-            self._write_lines(rest)
 
 
 class Output:
