@@ -140,7 +140,23 @@ SCRIPTS = {
     "tiny_diffusion": "tanelp/tiny-diffusion",
     "dlrm": "facebookresearch/dlrm",
 }
-"""In the order of the table; this project's own scripts are not in it."""
+"""In the order of the tables."""
+MORE_SCRIPTS = {
+    "mnist_rnn": "pytorch/examples mnist_rnn",
+    "mingpt_chargpt": "karpathy/minGPT chargpt",
+    "nanogpt_wide": "karpathy/nanoGPT, 768 wide",
+    "yunjey_logistic_regression": "yunjey logistic_regression",
+    "yunjey_feedforward_neural_network": "yunjey feedforward_neural_network",
+    "yunjey_convolutional_neural_network": "yunjey convolutional_neural_network",
+    "yunjey_recurrent_neural_network": "yunjey recurrent_neural_network",
+    "yunjey_bidirectional_recurrent_neural_network": "yunjey bidirectional_recurrent_neural_network",
+    "yunjey_generative_adversarial_network": "yunjey generative_adversarial_network",
+    "yunjey_variational_autoencoder": "yunjey variational_autoencoder",
+    "classic_loop": "benchmarks/scripts/classic_loop.py",
+    "digits_mlp": "examples/digits_mlp.py",
+    "digits_cnn": "examples/digits_cnn.py",
+}
+"""Those that only `minute` shows, this project's own last."""
 SHORT_LIST = ("word_language_model", "mnist", "makemore", "mingpt_adder")
 LEVERS = {
     ("autocast", "bf16"): "bf16",
@@ -168,14 +184,33 @@ def scripts(tunes: Document, plans: Document) -> str:
 
 
 def before_and_after(tunes: Document) -> str:
-    """A few of the same, for the README. The step after is the plain one over the speed-up."""
+    """A few tunes of a minute, for the README. The step after is the plain one over the speed-up."""
     rows = []
     for name in SHORT_LIST:
-        tune = tunes["scripts"][name]["long"]
+        tune = tunes["scripts"][name]["short"]
         before, after = tune["step_seconds"], tune["step_seconds"] / tune["speedup"]["ratio"]
         numbers = CLAIMS[_exactness(tune)]
         rows.append([SCRIPTS[name], format_seconds(before), format_seconds(after), ratio(tune["speedup"]), numbers])
     return table(["unedited script", "step before", "after", "speed-up (95 % interval)", "numbers"], rows)
+
+
+def minute(document: Document) -> str:
+    """Tunes of a minute beside long ones, and what of these the short ones found."""
+    rows = []
+    titles = {**SCRIPTS, **MORE_SCRIPTS}
+    for name in filter(document["scripts"].__contains__, titles):
+        found = document["scripts"][name]
+        short, long, compared = found["short"], found["long"], found["comparison"]
+        gains = [ratio(tune["speedup"]) if tune["speedup"] else "nothing kept" for tune in (short, long)]
+        share = "the same plan" if compared is None else f"{_thousandths(compared)[1:]}"
+        after = short["most_of_the_gain_after_seconds"]
+        seconds = f"{short['seconds']:.0f} s"
+        step = format_seconds(short["step_seconds"])
+        rows.append([titles[name], step, *gains, share, seconds, "" if after is None else f"{after:.0f} s"])
+    long_seconds = {found["long"]["budget_seconds"] for found in document["scripts"].values()}
+    minutes = " or ".join(f"{seconds / 60:.0f}" for seconds in sorted(long_seconds))
+    header = ["script", "plain step", "a minute", f"{minutes} minutes", "one over the other", "took", "most after"]
+    return table(header, rows, above(document))
 
 
 def _exactness(tune: Document) -> str:
@@ -469,6 +504,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "claims": claims,
     "scripts": scripts,
     "before_and_after": before_and_after,
+    "minute": minute,
     "gain": gain,
     "watching": watching,
     "planted": planted,

@@ -7,7 +7,7 @@
     # steps: 240                          calls of Optimizer.step
     # gain: yes                           whether the corrected version is faster
     # device: cpu                         or cuda
-    # needs: matplotlib                   packages besides torch, numpy and scikit-learn (optional)
+    # needs: matplotlib                   packages besides torch, numpy and scikit-learn, or 'amx' (optional)
     # what: ...                           the fault in a sentence; `tricky: ...` where there is none
 
 A line of a faulty script that a finding may name ends with `# <- here`. A pair `<name>/faulty.py`, `<name>/healthy.py`
@@ -24,10 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from flatout.machine.detect import detect
+
 CORPUS = Path(__file__).parent / "corpus"
 HELD_OUT = Path(__file__).parent / "held_out"
 MARK = re.compile(r"# <- here$")
 HEADER = re.compile(r"# ([a-z]+): (.*)")
+AMX = "amx"
+"""A need that is no package: the fault is this processor's."""
 Role = Literal["faulty", "healthy", "alone"]
 """'healthy' is the corrected version of a faulty script; 'alone' has no other version."""
 
@@ -40,7 +44,7 @@ parameters-not-in-optimizer modules-made-in-forward needless-retain-graph needle
 data-parallel channels-last-missing cudnn-benchmark-changing-shapes denormals thread-oversubscription huge-softmax
 unfused-attention memory-leak allocator-churn costly-checkpointing graph-kept-by-logging anomaly-mode python-time
 plotting-time logging-time disk-time no-seed loss-not-falling vanishing-gradients exploding-gradients half-weights
-zero-grad-fills reserved-unused slower-on-gpu hand-written-layer debug-mode
+zero-grad-fills reserved-unused slower-on-gpu hand-written-layer debug-mode wrong-lstm-gradients
 """
 SUBJECTS = frozenset(_SUBJECTS.split())
 """Names of findings that accuse a script."""
@@ -85,7 +89,10 @@ class Script:
         """Why it cannot run on this machine; None if it can."""
         if self.device == "cuda" and not gpu:
             return "it needs a GPU"
-        missing = [package for package in self.needs if importlib.util.find_spec(package) is None]
+        if AMX in self.needs and "amx_bf16" not in detect().cpu.features:
+            return "it needs a processor with AMX"
+        packages = [need for need in self.needs if need != AMX]
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
         return f"it needs the package {missing[0]}" if missing else None
 
 

@@ -40,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     update_checks.clip_before_unscale,
     precision_checks.fp16_without_scaler,
     precision_checks.half_weights,
+    precision_checks.wrong_lstm_gradients,
     update_checks.accumulation_not_averaged,
     update_checks.scheduler_order,
     update_checks.scheduler_never_steps,

@@ -7,6 +7,7 @@ import re
 
 from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
+from flatout.precision.recurrent import MOST_ERROR
 from flatout.units import format_seconds
 
 PRODUCTS = ("matmul", "convolution")
@@ -144,6 +145,34 @@ def half_weights(facts: Facts) -> Seen | None:
         fault=True,
         certain=half,
         lines=where(facts.lines_calling("half", "bfloat16"), facts.lines_calling("to"), seen.optimizer_lines),
+        unknown="it costs accuracy, not time",
+    )
+
+
+@check(
+    means="Gradients of an LSTM in 16 bits are wrong on this processor.",
+    needs="an LSTM layer trains on the CPU in bfloat16, by the script's own autocast or weights, and a layer of its "
+    "size, tried alone, has a gradient of its input that is off by more than 10 %; rounding makes 0.5 to 1 %",
+    if_wrong="the layer runs in fp32, which takes longer",
+)
+def wrong_lstm_gradients(facts: Facts) -> Seen | None:
+    seen, observed = facts.behaviour, facts.observed
+    if seen is None or (facts.planned and (observed is None or not observed.autocast_in_script)):
+        return None  # autocast by a plan runs such layers in fp32
+    wrong = [one for one in seen.recurrent if one.gradient_error > MOST_ERROR]
+    if not wrong:
+        return None
+    worst = max(wrong, key=lambda one: one.gradient_error)
+    return Seen(
+        title=f"{worst.dtype} gradients of an LSTM with {worst.units:,} units are wrong on this processor",
+        evidence="; ".join(
+            f"nn.LSTM({one.inputs}, {one.units}), tried alone: the gradient of its input is off by "
+            f"{one.gradient_error:.0%} of its size in fp32"
+            for one in wrong
+        ),
+        remedy="call the layer inside torch.autocast('cpu', enabled=False), with fp32 inputs; or another hidden size",
+        fault=True,
+        lines=where(facts.lines_calling("LSTM"), facts.lines_calling("autocast"), seen.optimizer_lines),
         unknown="it costs accuracy, not time",
     )
 

@@ -308,6 +308,7 @@ class BehaviourWatch:
             parallel=self._parallel_seen(list(subject.modules)),
             workers=self._workers_seen(),
             channels_last=forward.convolutions.timed(2, forward.autocast),
+            recurrent=forward.recurrent.tried(),
             recomputed_seconds=forward.recomputed_seconds / max(1, self._steps) or None,
             autocast_dtype=forward.autocast,
             scaler=update.scaler,

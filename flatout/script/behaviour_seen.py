@@ -249,6 +249,18 @@ class ChannelsLastSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecurrentSeen:
+    """A size of LSTM layer that trained on the CPU in a 16-bit format, tried alone."""
+
+    inputs: int
+    units: int
+    """The hidden size."""
+    dtype: str
+    gradient_error: float
+    """Of the input's gradient, relative to that in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkersSeen:
     """A loader that starts its worker processes again for each epoch."""
 
@@ -322,6 +334,7 @@ class Behaviour:
     parallel: tuple[ParallelSeen, ...] = ()
     workers: WorkersSeen | None = None
     channels_last: ChannelsLastSeen | None = None
+    recurrent: tuple[RecurrentSeen, ...] = ()
     recomputed_seconds: float | None = None
     """Of activation checkpointing, per step."""
     autocast_dtype: str = ""

@@ -15,6 +15,7 @@ from flatout.script.compile_seen import never_compiled
 from flatout.script.convolution_timing import ConvolutionTimer
 from flatout.script.patches import Patches
 from flatout.script.places import Places
+from flatout.script.recurrent_gradients import RecurrentLayers
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class ForwardWatch:
         self._hooks: list[Callable[[], None]] = []
         self._seen_embeddings: set[int] = set()
         self.in_backward = False
-        self.convolutions = ConvolutionTimer()
+        self.convolutions, self.recurrent = ConvolutionTimer(), RecurrentLayers()
         self.recomputed_seconds = 0.0
         self.steps = 0
         self.autocast = ""
@@ -197,6 +198,8 @@ class ForwardWatch:
         for each in module.modules():
             if isinstance(each, nn.Conv2d):
                 self._hooks.append(each.register_forward_pre_hook(self._note_convolution).remove)
+            elif isinstance(each, nn.LSTM):
+                self._hooks.append(each.register_forward_pre_hook(self._note_recurrent).remove)
 
     def _note_tokens(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if self._on and args:
@@ -205,6 +208,10 @@ class ForwardWatch:
     def _note_convolution(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if self._on and self.steps <= 1 and not self.in_backward:
             self._guard(lambda: self.convolutions.note(module, args))
+
+    def _note_recurrent(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        if self._on and self.steps <= 1 and not self.in_backward:
+            self._guard(lambda: self.recurrent.note(module))
 
     def _add_padding(self, module: nn.Module, tokens: object) -> None:
         from torch import Tensor, is_grad_enabled

@@ -36,6 +36,7 @@ from flatout.script.behaviour_seen import (
     PaddingSeen,
     ParallelSeen,
     ParametersSeen,
+    RecurrentSeen,
     SchedulerSeen,
     WorkersSeen,
 )
@@ -114,6 +115,7 @@ TRAINING = ForwardSeen(
     mode_layers=("Dropout",),
 )  # fmt: skip
 BY_ELEMENT = operator(name="aten::item", operator_class="other", calls=640, seconds=0.019, line="train.py:12")
+WRONG_LSTM = RecurrentSeen(inputs=512, units=1024, dtype="bfloat16", gradient_error=0.98)
 LOSS = ForwardSeen(module="CrossEntropyLoss", line=LINE, calls=50, training=True, grad=True, used=50)
 EVALUATION = ForwardSeen(
     module="Net", line=EVALUATION_LINE, calls=40, training=False, grad=False, longest_run=10, updated=True,
@@ -350,6 +352,20 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.8)),
         ],
         [facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.2))],
+    ),
+    "wrong-lstm-gradients": (
+        [
+            facts(behaviour=behaviour(recurrent=(WRONG_LSTM,)), observed=observed(autocast_in_script=True)),
+            facts(behaviour=behaviour(recurrent=(replace(WRONG_LSTM, gradient_error=0.006), WRONG_LSTM))),
+            facts(
+                behaviour=behaviour(recurrent=(WRONG_LSTM,)), observed=observed(autocast_in_script=True), planned=True
+            ),
+        ],
+        [
+            facts(behaviour=behaviour(recurrent=(replace(WRONG_LSTM, gradient_error=0.006),))),
+            facts(behaviour=behaviour(recurrent=(WRONG_LSTM,)), observed=observed(), planned=True),
+            facts(behaviour=behaviour()),
+        ],
     ),
     "accumulation-not-averaged": (
         [facts(behaviour=behaviour(backwards=FOUR), source=ACCUMULATING)],

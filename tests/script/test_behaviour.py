@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flatout.diagnose.checks import check_facts
 from flatout.diagnose.facts import Facts
 from flatout.levers.subject import Subject
+from flatout.precision.recurrent import MOST_ERROR, gradient_error
 from flatout.profiling.profile import Profile
 from flatout.script import behaviour
 from flatout.script.behaviour import BehaviourWatch
@@ -776,6 +777,56 @@ def test_convolutions_are_timed_in_both_formats() -> None:
     assert (timed.layers, timed.calls_per_step) == (2, 2.0)
     assert timed.contiguous_seconds > 0
     assert 0 < timed.low_ratio < 100
+
+
+class Recurrent(nn.Module):
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, units, batch_first=True), nn.Linear(units, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x[:, None])[0][:, -1])
+
+
+@pytest.mark.parametrize(("dtype", "units"), [(torch.bfloat16, 1024), (torch.bfloat16, 20), (torch.float32, 1024)])
+def test_lstm_layers_in_16_bits_are_tried(dtype: torch.dtype, units: int) -> None:
+    """With 1,024 units oneDNN's gradients are wrong on a processor with AMX."""
+    model = Recurrent(units)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    half = dtype == torch.bfloat16
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            loss = (model(data()) - 1).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    if not half:
+        assert found.recurrent == ()
+        return
+    (seen,) = found.recurrent
+    assert (seen.inputs, seen.units, seen.dtype) == (6, units, "bfloat16")
+    assert seen.gradient_error == gradient_error(6, units, torch.bfloat16) > 0
+    assert ("wrong-lstm-gradients" in names(found)) == (seen.gradient_error > MOST_ERROR)
+
+
+def test_weights_in_bfloat16_count_as_well_and_evaluation_does_not() -> None:
+    model = Recurrent(20)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int, dtype: torch.dtype = torch.float32) -> None:
+        optimizer.zero_grad()
+        (model(data().to(dtype)) - 1).float().square().mean().backward()
+        optimizer.step()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(data().to(dtype))
+
+    assert watched(step, model).recurrent == ()
+    model.bfloat16()
+    (seen,) = watched(functools.partial(step, dtype=torch.bfloat16), model).recurrent
+    assert (seen.units, seen.dtype) == (20, "bfloat16")
 
 
 def test_zeros_in_place_of_none() -> None:
