@@ -138,7 +138,9 @@ def _prose(thing: Any) -> str:
 
 
 def _sentence(text: str) -> str:
-    first = text if text.startswith("torch.") else text[:1].upper() + text[1:]
+    word = text.partition(" ")[0]
+    is_code = any(letter in word for letter in "._(=")
+    first = text if is_code else text[:1].upper() + text[1:]
     return first + ("" if text.endswith(".") else ".")
 
 
@@ -161,8 +163,8 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         "",
-        "Every command except `run` takes `--json` and then prints one versioned JSON document and nothing else; "
-        "`run` writes one with `--report`.",
+        "Every command except `run` takes `--json` (`launch` only with `--check`) and then prints one versioned JSON "
+        "document and nothing else; `run` writes one with `--report`.",
     ]
     for name in sorted(group.commands):
         lines += ["", f"## flatout {name}", "", "```text", _help(group, name), "```"]
@@ -227,9 +229,10 @@ def _parameter(one: inspect.Parameter) -> str:
 
 
 def _members(kind: type) -> list[str]:
-    """Public methods and properties with their first paragraph, those of this class alone."""
+    """Public methods and properties with their first paragraph, those of Flatout's own base classes too."""
     lines = []
-    for name, member in vars(kind).items():
+    own = [one for one in reversed(kind.__mro__) if one.__module__.startswith("flatout.")]
+    for name, member in {name: member for one in own for name, member in vars(one).items()}.items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue

@@ -96,7 +96,7 @@ def run(
     quiet: bool = False,
     capture_output: bool = False,
 ) -> RunResult:
-    """Run an unmodified script in a process of its own, by a plan, and return what was seen of it.
+    """Run an unmodified script in a process of its own, with a plan, and return what was seen of it.
 
     script: its path, or with module=True the name of a module, as after `python -m`. plan: a Plan, or the path of one;
     None: flatout.toml in the current folder, if it is for this script; Plan(): the script as it is, only watched. A

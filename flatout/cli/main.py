@@ -173,7 +173,7 @@ def application() -> typer.Typer:
 def run(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
 ) -> int:
-    """Run a script by its plan (flatout.toml); without one, run it as it is and only watch.
+    """Run a script with its plan (flatout.toml); without one, run it as it is and only watch.
 
     On a terminal, a status line is shown while it runs and a summary at its end. Where its output goes to a file or a
     pipe, neither is: the report (flatout-run.json) has all of it.

@@ -125,7 +125,7 @@ def tune(
 
 
 def _run_in(ranks: int | None) -> list[str]:
-    """What runs a script by its plan."""
+    """What runs a script with its plan."""
     return ["flatout", "run"] if ranks is None else ["torchrun", "--nproc-per-node", str(ranks), "-m", "flatout", "run"]
 
 

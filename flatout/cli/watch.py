@@ -21,7 +21,7 @@ def watch(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Show a run that goes on, or list all runs, with this machine's devices and the processes on its GPUs.
+    """Show a running script, or list all runs, with this machine's devices and the processes on its GPUs.
 
     With a run, on a terminal: anew every second until the run has ended or Ctrl-C is pressed. Otherwise once, after a
     second, because rates need two readings of the sensors.
