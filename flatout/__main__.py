@@ -7,6 +7,7 @@ for: neither typer nor torch.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -50,8 +51,11 @@ def _verb(arguments: list[str]) -> int:
     from flatout.cli.main import main as dispatch
 
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is printed as an escape
+            sys.stdout.reconfigure(errors="backslashreplace")
         code = dispatch(arguments)
-        sys.stdout.flush()  # here, where the error of a closed pipe can still be caught
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where the error of a closed pipe can still be caught
         return code
     except BrokenPipeError:
         with contextlib.suppress(OSError):  # the interpreter flushes once more at exit: to /dev/null

@@ -338,7 +338,7 @@ FOLLOWED_INTO = "_FLATOUT_FOLLOWED_INTO"
 def follow_children(hook: str, folder: str) -> None:
     """Processes started from now on find the folder `hook` first on PYTHONPATH, and `folder` in a variable of ours.
     What this process itself reads of its environment stays the same: `os.environ` is a copy."""
-    os.putenv("PYTHONPATH", os.pathsep.join([hook, *python_path()]))
+    os.putenv("PYTHONPATH", _after(hook, os.environ.get("PYTHONPATH", "")))
     os.putenv(FOLLOWED_INTO, folder)
 
 
@@ -346,8 +346,12 @@ def with_following(given: Mapping[str, str], hook: str, folder: str) -> dict[str
     """The same for an environment that a script gives a process, as torchrun does: it was made from that copy."""
     if given.get(FOLLOWED_INTO):
         return dict(given)
-    path = [part for part in given.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return {**given, "PYTHONPATH": os.pathsep.join([hook, *path]), FOLLOWED_INTO: folder}
+    return {**given, "PYTHONPATH": _after(hook, given.get("PYTHONPATH", "")), FOLLOWED_INTO: folder}
+
+
+def _after(hook: str, path: str) -> str:
+    """PYTHONPATH with this folder first; the rest as it is, as an empty entry means the current folder."""
+    return os.pathsep.join([hook, path]) if path else hook
 
 
 def followed_into() -> str | None:

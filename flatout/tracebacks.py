@@ -7,14 +7,14 @@ there.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import TracebackType
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 """As frames name it: links in the path are not resolved there either."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
-INSTALLED = "-packages/"
-"""Of site-packages and dist-packages."""
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 _IMPORT_MACHINERY = "<frozen importlib."
 _DISPATCH = "__torch_dispatch__"
 _AROUND_DISPATCH = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
@@ -24,7 +24,14 @@ _OPERATION = "/torch/_ops.py"
 
 def is_users_file(file: str) -> bool:
     """Is this source file the user's: not Flatout's, no library's, and no code made at run time?"""
-    return bool(file) and not file.startswith(("<", _PACKAGE, _STANDARD_LIBRARY)) and INSTALLED not in file
+    own = bool(file) and not file.startswith(("<", _PACKAGE, _STANDARD_LIBRARY))
+    return own and installed_package(file) is None
+
+
+def installed_package(file: str) -> str | None:
+    """'click', for a file below a folder site-packages or dist-packages."""
+    found = _INSTALLED.match(file)
+    return None if found is None else found[1]
 
 
 def leave_no_frame(error: BaseException) -> None:

@@ -22,7 +22,13 @@ def written_whole(path: Path, *, mode: int = 0o644, durable: bool = True) -> Ite
     """The path of a temporary file beside `path`, to write to. It is flushed to disk and replaces `path` when the block
     ends; if the block raises, it is deleted. Raises OSError of the file system, for the caller to explain.
 
-    durable=False does not wait for the disk: readers still see a whole file, but a power failure may lose it."""
+    Where `path` is a link, the file that it leads to is replaced; what is no file, such as /dev/null or a pipe, is
+    written to. durable=False does not wait for the disk: readers still see a whole file, but a power failure may lose
+    it."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=SUFFIX)
     os.close(descriptor)
     temporary = Path(name)

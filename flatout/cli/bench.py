@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.cli.places import check_place
 from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import DeviceOption
+from flatout.report.live_text import printable
 
 if TYPE_CHECKING:
     from flatout.bench.claim import Claim
@@ -57,6 +59,18 @@ def bench(
     from flatout.report.document import to_text, write_document
 
     kind, files = _kind(what or [])
+    _check_options(
+        kind,
+        {
+            "--only": only,
+            "--quick": quick,
+            "--rounds": rounds,
+            "--budget": budget,
+            "--device": device,
+            "--out": out,
+            "--json": json,
+        },
+    )
     if kind == "show":
         return _show(files)
     if files:
@@ -68,14 +82,24 @@ def bench(
         if kind == "table":
             saved, text, measured = _table(_workloads(only, quick=quick), setup, rounds, budget, progress)
         else:
-            for name, value in (("--rounds", rounds), ("--budget", budget)):
-                if value is not None:
-                    raise UsageError(f"{name} is for the table", limit="claims have a fixed time for each case")
             saved, text, measured = _claims(_claims_named(only), setup, progress)
+    print(to_text(saved) if json else text)
     if out is not None:
         write_document(out, saved)
-    print(to_text(saved) if json else text)
     return 0 if measured else 1
+
+
+def _check_options(kind: str, given: dict[str, object]) -> None:
+    """UsageError, before minutes of work, for one that would be ignored, and for a file that cannot be written."""
+    from flatout.errors import UsageError
+
+    asked = [name for name, value in given.items() if value not in (None, False)]
+    if kind == "show" and asked:
+        raise UsageError(f"{asked[0]} with show", limit="it prints saved results", remedy=f"leave {asked[0]} out")
+    if kind == "claims" and (stray := [name for name in ("--rounds", "--budget") if name in asked]):
+        raise UsageError(f"{stray[0]} is for the table", limit="claims have a fixed time for each case")
+    if isinstance(out := given["--out"], Path):
+        check_place(out)
 
 
 def _kind(words: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -182,5 +206,5 @@ def _show(files: Sequence[str]) -> int:
                 raise UsageError(f"{file} holds a {kind!r}", limit="show takes what `flatout bench --out` wrote")
         except TypeError as error:
             raise UsageError(f"{file} cannot be read ({error})", remedy="measure it again with this Flatout") from None
-        print(text)
+        print("\n".join(map(printable, text.splitlines())))
     return 0

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from flatout.terminal import is_terminal
+
 
 def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
@@ -24,7 +26,7 @@ def clean(
 
     found = find_leftovers()
     asks = bool(found) and not (dry_run or yes)
-    if asks and (json or not sys.stdin.isatty()):
+    if asks and (json or not is_terminal(sys.stdin)):
         raise UsageError(
             "clean asks for confirmation, and there is no terminal to ask on", remedy="pass --yes, or --dry-run to look"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from flatout.cli.places import check_place
 from flatout.cli.plan_option import plan_with
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def generate(
     from flatout.report.document import to_text
     from flatout.report.inference_text import generation_document, write_lines
 
+    if out is not None:
+        check_place(out)
     guesses = "lookup" if lookup else None
     chosen = plan_with(plan, precision=precision, weights=weights, speculation=guesses)
     generator = _generator(model, tokenizer, chosen, draft, slots, device)

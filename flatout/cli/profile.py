@@ -14,6 +14,7 @@ from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
 from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
+from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +192,7 @@ def _text(found: ScriptProfile, by: GroupBy, sort: SortBy, files: list[tuple[str
     """Rows are cut on a terminal alone."""
     from flatout.report.profile_text import LINE_WIDTH, script_text
 
-    return script_text(found, by=by, sort=sort, files=files, width=LINE_WIDTH if sys.stdout.isatty() else None)
+    return script_text(found, by=by, sort=sort, files=files, width=LINE_WIDTH if is_terminal(sys.stdout) else None)
 
 
 def _tensorboard_log(folder: Path) -> TensorBoardLog:

@@ -7,11 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 
+from flatout.terminal import is_terminal
+
 
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
     """One line on a terminal's stderr that is rewritten; nothing elsewhere."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield lambda text: None
         return
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from flatout import environment
 from flatout.application.applied_plan import PLAN_NAME, AppliedPlan
@@ -23,8 +23,10 @@ from flatout.environment import visible_cuda_devices
 from flatout.errors import MachineError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
 from flatout.script.own_modules import own_imports
+from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from flatout.application.live_run import LiveRun, RunPanel
@@ -97,6 +99,12 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
+def refuse_others(option: str, options: Mapping[str, str], together: Sequence[str]) -> None:
+    """What an option that only checks would ignore is a mistake."""
+    if stray := [name for name in options if name != option and name not in together]:
+        raise UsageError(f"{stray[0]} with {option}", limit=f"{option} only checks", remedy=f"leave {stray[0]} out")
+
+
 def main(arguments: list[str]) -> int:
     """Run a script. Returns its own exit code, and dies of SIGINT where Python would."""
     options, command = parse_options(arguments, OPTIONS)
@@ -107,7 +115,10 @@ def main(arguments: list[str]) -> int:
         from flatout.machine.visible_devices import show_only
 
         show_only(options["--device"])
+    if "--no-plan" in options and (stray := [name for name in ("--plan", "--without") if name in options]):
+        raise UsageError(f"{stray[0]} with --no-plan", limit="there is no plan then", remedy="leave one of them out")
     if "--check-deterministic" in options:
+        refuse_others("--check-deterministic", options, ("--device", "--allow-network", "--no-plan", "--quiet"))
         from flatout.cli.check_deterministic import check_deterministic
 
         return check_deterministic(target, allow_network="--allow-network" in options)
@@ -186,8 +197,8 @@ class Run:
         return (
             "--quiet" not in self.options
             and _first_rank(self.rank)
-            and _is_terminal(sys.stdout)
-            and _is_terminal(sys.stderr)
+            and is_terminal(sys.stdout)
+            and is_terminal(sys.stderr)
         )
 
     def prepare(self) -> None:
@@ -510,14 +521,6 @@ def _first_rank(rank: Rank | None) -> bool:
     if rank is not None:  # its launcher's variables are hidden from the script
         return rank.number == 0
     return (environment.rank() or 0) == 0
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    """A stream can be None (pythonw), closed, or an object of another kind."""
-    try:
-        return stream is not None and bool(stream.isatty())
-    except (AttributeError, ValueError):
-        return False
 
 
 def _show_nothing_more() -> None:

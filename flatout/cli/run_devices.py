@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, cast, get_args
 
 from flatout.errors import UsageError
+from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +67,9 @@ def run_on_devices(target: Target, options: dict[str, str]) -> int | None:
     )
     target.check()
     if "--prove" in options:
+        from flatout.cli.run import refuse_others
+
+        refuse_others("--prove", options, (*OWN, *SWITCHES, "--device", "--allow-network", "--no-plan", "--quiet"))
         return _prove(target, count, settings, allow_network="--allow-network" in options)
     if count == 1:
         return None
@@ -77,7 +81,7 @@ def run_on_devices(target: Target, options: dict[str, str]) -> int | None:
         target=target, devices=count, options=tuple(words), deterministic="--deterministic" in options
     )
     with ranks_prepared(settings) as folder, signals_as_exits():
-        on_terminal = "--quiet" not in options and sys.stdout.isatty() and sys.stderr.isatty()
+        on_terminal = "--quiet" not in options and is_terminal(sys.stdout) and is_terminal(sys.stderr)
         with _panel(folder) if on_terminal else contextlib.nullcontext():
             status = start_ranks(request, folder)
         facts = Facts.read(folder)

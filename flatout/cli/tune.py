@@ -120,6 +120,8 @@ def tune(
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         result = tune_requested(replace(request, stdin_file=stdin_file), progress)
     options = [*_seeing(device), *_sharing(result, loss, allow_local_batchnorm=allow_local_batchnorm)]
+    if out.resolve() != Path.cwd():
+        options += ["--plan", str(out / PLAN_NAME)]
     command = [*_run_in(None if own_ranks else request.ranks), *options, *script.command]
     return _told_and_saved(result, out, json, command, include_private=include_private)
 
@@ -208,8 +210,8 @@ def _told_and_saved(result: TuneResult, output: Path, json: bool, command: list[
     from flatout.tuning.short_budget import budget_option
 
     document = tune_document(result, include_private=include_private)
+    _save(result, document, output, include_private=include_private)  # first: printing may fail, as into a closed pipe
     print(to_text(document) if json else tune_text(result, budget_option))
-    _save(result, document, output, include_private=include_private)
     if not json:
         print(f"{'saved':<10}{_saved(result, output, command)}")
     return 0 if result.fits else 1

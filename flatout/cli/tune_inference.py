@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from flatout.cli.places import check_place
 from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import ExactnessOption
 
@@ -88,13 +89,13 @@ def _run(
     from flatout.report.document import document, to_text
     from flatout.tuning.short_budget import budget_option
 
-    _check_place(out)
+    check_place(out)
     sample = _sample(inputs, model, tokenizer)
     with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:  # what the model prints is no document
         module, _ = load_model(model, device)
         found = tune(module, sample, progress=progress, **asked)
+    write_plan(out, found.plan)  # first: printing may fail, as into a closed pipe
     print(to_text(document("tune-inference", found.to_json())) if as_json else found.summary(budget_option))
-    write_plan(out, found.plan)
     if not as_json:
         given = shlex.quote(str(inputs))
         more = f"--prompts {given}" if found.task == "generate" else f"{given} --out RESULTS.jsonl"
@@ -118,12 +119,3 @@ def _sample(path: Path, model: str, tokenizer: str | None) -> list[object]:
             raise value
         found.append(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
     return found
-
-
-def _check_place(out: Path) -> None:
-    """Minutes of trials must not end in a place that takes no file."""
-    from flatout.errors import UsageError
-
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        what = f"{out} is a folder" if out.is_dir() else f"there is no folder {out.absolute().parent}"
-        raise UsageError(what, limit="the plan is written to a file", remedy="name another with --out")

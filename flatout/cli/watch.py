@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.terminal import is_terminal
+
 if TYPE_CHECKING:
     from flatout.application.watched_runs import RunWatch
 
@@ -34,7 +36,7 @@ def watch(
     watching = RunWatch(run)
     try:
         watching.read()
-        if run is not None and not json and sys.stdout.isatty():
+        if run is not None and not json and is_terminal(sys.stdout):
             return _follow(watching)
         time.sleep(REFRESH_SECONDS)
         found = watching.read()

@@ -12,7 +12,9 @@ that resumes with another batch size continues with the next sample.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
@@ -240,6 +242,10 @@ class Stream:
         self.once = iter(data) is data
         """Is it an iterator, which can be read once?"""
         self._data, self._out, self._collate = data, handing_out, collate_fn
+        self._read = 0
+        """Samples of an iterator that were read in this process."""
+        self._ahead: deque[tuple[int, object]] = deque()
+        """(samples, batch) that were made of it and not handed out, as a loop over them was left."""
 
     def state_dict(self) -> StreamState:
         """Where the next batch begins."""
@@ -247,38 +253,67 @@ class Stream:
 
     def load_state_dict(self, state: StreamState) -> None:
         """Resume where `state` was taken. The stream has to yield the same samples again."""
+        self._ahead.clear()
         self.epoch, self.position = state["epoch"], state["position"]
 
     def __iter__(self) -> Iterator[Any]:  # as for Batches
         set_epoch = getattr(self._data, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        made = self._groups(self._from_position())
-        sizes: list[int] = []
-        for batch in on_device(_noting(made, sizes), self._out.device, pin=self._out.plan.pin_memory is not False):
-            self.position += sizes.pop(0)
+        ahead: deque[tuple[int, object]] = self._ahead if self.once else deque()
+        self._read = self._read if self.once else 0
+        made = itertools.chain([*ahead], self._groups(self._from_position()))
+        ahead.clear()
+        for batch in on_device(_noting(made, ahead), self._out.device, pin=self._out.plan.pin_memory is not False):
+            self.position += ahead.popleft()[0]
             yield batch
         if self.position == 0:
             raise no_batch("stream", self.epoch, once=self.once)
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch, self.position, self._read = self.epoch + 1, 0, 0
 
     def _from_position(self) -> Iterator[object]:
         samples = iter(self._data)
-        passed = sum(1 for _ in itertools.islice(samples, self.position))
+        read = self._read - sum(size for size, _ in self._ahead)
+        if read > self.position:
+            raise UsageError(
+                f"{read} samples of the iterator were read already",
+                limit=f"the saved position is after sample {self.position}, and an iterator cannot go back",
+                remedy="pass an object whose __iter__ starts over each time",
+            )
+        passed = read + sum(1 for _ in itertools.islice(samples, self.position - read))
         if passed < self.position:
             raise UsageError(
                 f"the stream ended after {passed} samples",
                 limit=f"the saved position is after sample {self.position}",
                 remedy="resume with the data of that run",
             )
+        self._read += self.position - read
         return samples
 
     def _groups(self, samples: Iterator[object]) -> Iterator[tuple[int, object]]:
         while group := list(itertools.islice(samples, self._out.batch_size)):
+            self._read += len(group)
             if len(group) < self._out.least_samples:
                 return
             start, stop = share_of_rank(0, len(group), self._out.rank, self._out.ranks)
             yield len(group), self._collate(group[start:stop])
+
+
+@contextlib.contextmanager
+def whole_epoch(data: object) -> Iterator[None]:
+    """What iterates over this inside has a whole epoch, and does not move the place at which training goes on.
+
+    An iterator, which can be read only once, and data of any other kind are as they are.
+    """
+    if not isinstance(data, Batches | Stream) or (isinstance(data, Stream) and data.once):
+        yield
+        return
+    place = data.epoch, data.position
+    data.position = 0
+    try:
+        yield
+    finally:
+        data.epoch, data.position = place
 
 
 def no_batch(what: str, epoch: int, *, once: bool) -> UsageError:
@@ -290,10 +325,10 @@ def no_batch(what: str, epoch: int, *, once: bool) -> UsageError:
     )
 
 
-def _noting(groups: Iterator[tuple[int, object]], sizes: list[int]) -> Iterator[object]:
-    for size, batch in groups:
-        sizes.append(size)
-        yield batch
+def _noting(made: Iterable[tuple[int, object]], ahead: deque[tuple[int, object]]) -> Iterator[object]:
+    for one in made:
+        ahead.append(one)
+        yield one[1]
 
 
 def batches(
@@ -340,7 +375,7 @@ def batches(
     if isinstance(data, DataLoader):
         loader, data, most = data, data.dataset, batch_size
         batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, ranks)
-        collate_fn, drop_last = collate_fn or loader.collate_fn, drop_last or loader.drop_last
+        collate_fn, drop_last = collate_fn or _collate_of(loader), drop_last or loader.drop_last
         if tokens is not None:
             batch_size = most
     if length is not None:
@@ -401,11 +436,18 @@ def _stream(
     return Stream(data, handing_out, collate_fn or default_collate)
 
 
+def _collate_of(loader: DataLoader[object]) -> Collate | None:
+    """None for what a loader without batches does to a sample, which makes no batch."""
+    from torch.utils.data import default_convert
+
+    return None if loader.collate_fn is default_convert else loader.collate_fn
+
+
 def _of_loader(
     loader: DataLoader[object], batch_size: int | None, shuffle: bool | None, ranks: int
 ) -> tuple[int | None, bool | None, EpochOrder | BatchOrder | None]:
     """(batch size, shuffle, order of an epoch) of a DataLoader; the order is that of its sampler, if not torch's."""
-    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+    from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
     from torch.utils.data.distributed import DistributedSampler
 
     if isinstance(loader.dataset, IterableDataset):
@@ -418,6 +460,15 @@ def _of_loader(
         largest = max((stop - start for start, stop in order.spans(0, 0, 0)), default=0)
         return largest or None, False, order
     sampler = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:  # the loader's own sampler is a placeholder
+        if type(loader.batch_sampler) is BatchSampler:
+            sampler = loader.batch_sampler.sampler
+        elif shuffle is None:
+            raise UsageError(
+                f"batch_size is {batch_size}, and the loader's own batches are those of a batch sampler",
+                limit="the order of single samples is not known from it",
+                remedy="leave batch_size out, or say shuffle=True or shuffle=False",
+            )
     if isinstance(sampler, DistributedSampler) and ranks > 1:
         limit = "each rank's share of the whole order is taken here"
         raise UsageError("the loader's sampler is a DistributedSampler", limit=limit, remedy="pass its data set")

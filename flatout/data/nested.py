@@ -209,4 +209,12 @@ def to_device(nested: T, device: torch.device | str | int, *, non_blocking: bool
     when their values have arrived. Raises UsageError for a device that torch cannot use here.
     """
     target = as_device(device)
-    return map_tensors(lambda t: t.to(target, non_blocking=non_blocking and target.type != "cpu"), nested)
+    moved: T = map_leaves(
+        lambda leaf: leaf.to(target, non_blocking=non_blocking and target.type != "cpu"), nested, _moves_itself
+    )
+    return moved
+
+
+def _moves_itself(value: object) -> bool:
+    """A tensor; or a PackedSequence, whose batch sizes stay on the CPU."""
+    return is_tensor(value) or (hasattr(value, "to") and hasattr(value, "batch_sizes"))

@@ -43,7 +43,7 @@ def _handed_over(batch: T, stream: torch.cuda.Stream) -> T:
     """The training stream waits for the copy, and the allocator is told that it uses the memory."""
     import torch
 
-    current = torch.cuda.current_stream()
+    current = torch.cuda.current_stream(stream.device)  # the current device may be another one
     current.wait_stream(stream)
     for _, tensor in tensors_in(batch):
         if tensor.device.type == "cuda":

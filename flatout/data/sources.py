@@ -8,6 +8,7 @@ streams                 iterable data sets: in their own order
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, TypeVar
@@ -179,7 +180,9 @@ def _source_of(data: object, collate_fn: Collate, seed: int) -> Source:
     from torch.utils.data import default_collate
 
     _refuse_tables(data)
-    if any(True for _ in arrays_in(data)):
+    if not _makes_samples(data) and any(True for _ in arrays_in(data)):
+        if collate_fn is not default_collate:
+            return Samples(_rows_to_collate(data), collate_fn, seed=seed)
         _refuse_lists(data)
         return Arrays(data)
     if type(data) is tuple and data and all(isinstance(one, list) for one in data):
@@ -196,6 +199,21 @@ def _source_of(data: object, collate_fn: Collate, seed: int) -> Source:
     if collate_fn is default_collate and _is_in_tensors(data):
         return Whole(data)
     return Samples(data, collate_fn, seed=seed)
+
+
+def _makes_samples(data: object) -> bool:
+    """Is it a data set although it is a dataclass? Then its fields are no columns."""
+    return dataclasses.is_dataclass(data) and is_indexed(data)
+
+
+def _rows_to_collate(data: object) -> Indexed:
+    if not _is_array(data):
+        raise UsageError(
+            "collate_fn is given with columns",
+            limit="columns are indexed, a whole batch at once: there are no samples to collate",
+            remedy="leave it out, or pass samples: list(zip(inputs, targets))",
+        )
+    return data
 
 
 def _refuse_tables(data: object) -> None:

@@ -13,7 +13,8 @@ MOST_IN_WINDOW = 3
 
 @check(
     means="torch.compile compiles the same code again and again.",
-    needs="one function has more than 4 compiled versions, or there were at least 3 compilations after the first steps",
+    needs="one function has more than 4 compiled versions; or it has several, and there were at least 3 compilations "
+    "after the first steps",
     if_wrong="sizes are marked dynamic that never change, which makes the code a little slower",
 )
 def recompilations(facts: Facts) -> Seen | None:
@@ -21,7 +22,8 @@ def recompilations(facts: Facts) -> Seen | None:
     found = seen.compiled if seen is not None else None
     if seen is None or found is None:
         return None
-    if found.versions_of_one <= MOST_VERSIONS and found.compiled_in_window < MOST_IN_WINDOW:
+    late = found.versions_of_one > 1 and found.compiled_in_window >= MOST_IN_WINDOW
+    if found.versions_of_one <= MOST_VERSIONS and not late:
         return None
     seconds = found.seconds_in_window
     cost = seconds / seen.steps if seconds and seen.steps else None

@@ -122,15 +122,16 @@ def worker_restart(facts: Facts) -> Seen | None:
     found = _restarts(facts)
     if found is None:
         return None
-    workers, cost, epoch, lines = found
+    workers, cost, epoch, what, lines = found
     if cost / epoch < EPOCH_START_LIMIT:
         return None
+    step = facts.step_seconds
     return Seen(
         title=f"starting the loader's workers takes {cost / epoch:.0%} of an epoch",
-        evidence=f"{format_seconds(cost)} of {format_seconds(epoch)}: medians, from asking for an iterator to the "
-        "end of its first step, less a step's usual time",
-        cost_seconds=cost,
+        evidence=f"{format_seconds(cost)} of {format_seconds(epoch)}: medians, from asking for an iterator to {what}",
+        cost_seconds=None if step is None else cost / epoch * step,
         cost_share=cost / epoch,
+        unknown="" if step is not None else "steps were not timed",
         remedy=f"DataLoader(..., persistent_workers=True) keeps its {workers} worker{'s' if workers > 1 else ''} "
         "between epochs (random numbers drawn in workers then continue instead of being seeded again)",
         lines=lines,
@@ -138,16 +139,18 @@ def worker_restart(facts: Facts) -> Seen | None:
     )
 
 
-def _restarts(facts: Facts) -> tuple[int, float, float, tuple[SourceLine, ...]] | None:
-    """(workers, seconds a start, seconds an epoch, lines)."""
+def _restarts(facts: Facts) -> tuple[int, float, float, str, tuple[SourceLine, ...]] | None:
+    """(workers, seconds a start, seconds an epoch, what ends such a start, lines)."""
     epochs = facts.run.epochs if facts.run is not None else None
     if epochs is not None and epochs.workers and epochs.epoch_seconds and epochs.cost_seconds is not None:
-        return epochs.workers, epochs.cost_seconds, epochs.epoch_seconds, where(_loaders(facts))
+        what = "the end of its first step, less a step's usual time"
+        return epochs.workers, epochs.cost_seconds, epochs.epoch_seconds, what, where(_loaders(facts))
     seen = facts.behaviour.workers if facts.behaviour is not None else None
     if seen is None or seen.starts < 3 or not seen.workers or not seen.epoch_seconds:
         return None
     cost = max(0.0, seen.start_seconds - (facts.part_seconds("data") or 0.0))
-    return seen.workers, cost, seen.epoch_seconds, where(_loaders(facts), seen.line)
+    what = "the first call of the model, less a step's usual wait for data"
+    return seen.workers, cost, seen.epoch_seconds, what, where(_loaders(facts), seen.line)
 
 
 @check(

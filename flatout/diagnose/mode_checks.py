@@ -176,8 +176,8 @@ def no_seed(facts: Facts) -> Seen | None:
     return Seen(
         title="no seed is set",
         evidence="torch's generator has a random seed, and the script sets none",
-        remedy="torch.manual_seed(0) at the start, to compare runs; flatout check-deterministic finds what else "
-        "differs",
+        remedy="torch.manual_seed(0) at the start, to compare runs; flatout run --check-deterministic finds what "
+        "else differs",
         lines=where(facts.lines_calling("randn", "rand", "shuffle", "DataLoader")[:1]),
         unknown="it costs repeatability, not time",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -132,7 +131,7 @@ def summarise(
         samples_per_step=runner.batches.samples_per_step,
         tokens_per_step=runner.batches.tokens_per_step,
         samples_reasons=runner.batches.reasons(),
-        death=_death(target, runner),
+        death=_death(runner),
         processes=processes,
     )
 
@@ -149,13 +148,12 @@ def _processes(runner: Runner, others: Others, *, started_at: float) -> tuple[Pr
     return in_order(found)
 
 
-def _death(target: Target, runner: Runner) -> MemoryDeath | None:
+def _death(runner: Runner) -> MemoryDeath | None:
     """What is known where the script ran out of memory; None otherwise."""
     error = getattr(sys, "last_value", None)
     if not isinstance(error, Exception) or "torch" not in sys.modules:
         return None
-    folder = os.path.dirname(os.path.realpath(target.path)) if target.path else os.getcwd()
-    return inspect_death(error, runner.watch.subject, folder)
+    return inspect_death(error, runner.watch.subject)
 
 
 def _usable_gpus(machine: Machine) -> tuple[str, ...]:

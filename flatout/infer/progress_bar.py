@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from flatout.terminal import is_terminal
+
 Show = Callable[[int, str], None]
 """Called with the number of items done and a short description."""
 
@@ -13,7 +15,7 @@ Show = Callable[[int, str], None]
 @contextlib.contextmanager
 def progress_bar(total: int | None, *, shown: bool = True) -> Iterator[Show]:
     """Yields a function that updates the bar, or does nothing where none is shown. total: None = unknown."""
-    if not shown or not sys.stderr.isatty():
+    if not shown or not is_terminal(sys.stderr):
         yield lambda done, words: None
         return
     from rich.console import Console

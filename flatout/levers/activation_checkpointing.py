@@ -53,6 +53,9 @@ class ActivationCheckpointing(Lever):
     def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
         return subject.modules.each(lambda module: _checkpoint_blocks(module, value == "selective", self.blocks))
 
+    def wraps_blocks(self, value: Value) -> bool:
+        return True
+
 
 def _checkpoint_blocks(module: Module, selective: bool, count: int | None) -> Undo[Module] | None:
     blocks = repeated_blocks(module)[:count]

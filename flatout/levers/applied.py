@@ -39,14 +39,21 @@ class Applied:
     def set(self, choices: Sequence[Choice]) -> None:
         """Make `choices` the active ones: undo those that are not among them, then apply the missing ones in order.
 
-        A choice that could not be applied before stays off.
+        A choice that could not be applied before stays off. Those that wrap the calls of blocks are undone and applied
+        again together, as each wraps what it finds there.
         """
         barred = [entry.choice for entry in self.rolled_back]
         wanted = [choice for choice in choices if choice not in barred]
+        changed = [one for one in (*wanted, *self.choices) if (one in wanted) != (one in self.choices)]
+        rewraps = any(one.lever.wraps_blocks(one.value) for one in changed)
+
+        def stays(choice: Choice) -> bool:
+            return choice in wanted and not (rewraps and choice.lever.wraps_blocks(choice.value))
+
         for choice, stack in reversed(self._active):
-            if choice not in wanted:
+            if not stays(choice):
                 stack.close()
-        self._active = [entry for entry in self._active if entry[0] in wanted]
+        self._active = [entry for entry in self._active if stays(entry[0])]
         for choice in wanted:
             if choice in self.choices:
                 continue

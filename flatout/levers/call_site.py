@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
-from flatout.tracebacks import INSTALLED, is_users_file
+from flatout.tracebacks import installed_package, is_users_file
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -139,8 +139,7 @@ def _named(file: str) -> str:
     """'train.py'; of a library, which the user would look for in vain among the script's files, 'click's core.py'."""
     if is_users_file(file) or file.startswith("<"):
         return Path(file).name
-    package = file.rpartition(INSTALLED)[2].partition("/")[0] if INSTALLED in file else "Python"
-    return f"{package}'s {Path(file).name}"
+    return f"{installed_package(file) or 'Python'}'s {Path(file).name}"
 
 
 def _site_before(block: Sequence[ast.stmt], index: int, where: str) -> Site:

@@ -84,6 +84,9 @@ class Compile(Lever):
             with subject.modules.each(compiled):
                 yield
 
+    def wraps_blocks(self, value: Value) -> bool:
+        return value == "regional"
+
     def label(self, value: Value) -> str:
         return self.name if value == "default" else f"torch.compile {value}"
 

@@ -141,6 +141,10 @@ class Lever:
         """Is a plan's `value` for this lever? Only levers that share a plan field ever decline one."""
         return True
 
+    def wraps_blocks(self, value: Value) -> bool:
+        """Does it replace the calls of a model's repeated blocks, wrapping what another such lever has put there?"""
+        return False
+
     def label(self, value: Value) -> str:
         """The choice as reports name it."""
         return self.name if value is True else f"{self.name} {value}"

@@ -14,6 +14,7 @@ from typing import Literal
 
 from flatout.errors import MachinesDiffer, UsageError
 from flatout.report.document import Document
+from flatout.report.live_text import printable
 from flatout.statistics import Comparison, compare_runs, compare_unpaired
 from flatout.timing import Measurement
 from flatout.units import format_bytes, format_seconds
@@ -146,7 +147,7 @@ def machine_differences(a: Document, b: Document) -> list[str]:
     }
     found = []
     if all({"cpu", "devices", "memory_total_bytes"} <= m.keys() for m in (a, b)):
-        seen = {name: (str(aspect(a)), str(aspect(b))) for name, aspect in aspects.items()}
+        seen = {name: (printable(str(aspect(a))), printable(str(aspect(b)))) for name, aspect in aspects.items()}
         found = [f"{name}: {left} and {right}" for name, (left, right) in seen.items() if left != right]
     return found or [f"fingerprints {a['fingerprint']} and {b['fingerprint']}"]
 
@@ -178,7 +179,7 @@ def script_name(doc: Document) -> str:
     """'' where the document names none."""
     script = doc.get("script")
     name = script.get("name") if isinstance(script, dict) else None
-    return name if isinstance(name, str) else ""
+    return printable(name) if isinstance(name, str) else ""
 
 
 def comparison_text(found: DocumentComparison) -> str:
@@ -197,7 +198,7 @@ def comparison_text(found: DocumentComparison) -> str:
 
 def _measured_text(one: Measurement) -> str:
     spread = f"middle half within {format_seconds(one.iqr_seconds)}, n = {len(one.samples_seconds)}"
-    return f"{one.name}: {format_seconds(one.median_seconds)} a step, {spread}"
+    return f"{printable(one.name)}: {format_seconds(one.median_seconds)} a step, {spread}"
 
 
 def _interval(found: Comparison, unit: str) -> str:

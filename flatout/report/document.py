@@ -27,8 +27,10 @@ def document(kind: str, payload: Mapping[str, object]) -> dict[str, object]:
 
 
 def to_text(doc: Mapping[str, object]) -> str:
-    """As JSON that every parser takes: a NaN or an infinity is a defect of the writer, not of the reader."""
-    return json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False)
+    """As JSON that every parser takes: a NaN or an infinity is a defect of the writer, not of the reader. Bytes of a
+    file's name that are not UTF-8 are escapes, `\\udce9`."""
+    text = json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def write_document(path: Path, doc: Mapping[str, object]) -> None:

@@ -244,6 +244,7 @@ class BehaviourWatch:
         if loader.num_workers and not loader.persistent_workers:
             self._starts.append((time.perf_counter(), self._steps, self._places.here(2)))
             self._waiting = self._starts[-1][0], loader
+            self._forward.training_began = None
 
     def _note_first_batch(self) -> None:
         if self._waiting is None:

@@ -15,6 +15,7 @@ import importlib.machinery
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ RUNPY_AND_ITS_OWN = ("runpy", "types", "contextlib", "warnings", "importlib.mach
 """What Python has imported before `python -m` runs a module's first line."""
 
 _replaced: list[ModuleType] = []
+_failures: list[BaseException] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,11 @@ class Target:
         if self.path is None:
             return
         path = Path(self.path)
-        if not path.exists():
+        try:
+            exists = path.exists()
+        except OSError as error:  # below a folder that may not be searched
+            raise UsageError(f"cannot look for {self.path}: {error.strerror}") from None
+        if not exists:
             raise UsageError(f"no such script: {self.path}", remedy=f"looked in {os.getcwd()}")
         if path.is_dir():
             raise UsageError(f"{self.path} is a folder", limit="a script is a file", remedy="run a package with -m")
@@ -112,7 +118,10 @@ def execute(target: Target) -> int:
         else:
             _run_module(str(target.module), target.arguments)
     except SystemExit as stop:
-        return _status_of(stop)
+        status = _status_of(stop)
+        if status != 0 and stop.__context__ is not None:
+            _failures.append(stop.__context__)
+        return status
     except (KeyboardInterrupt, _NotThere):
         raise
     except BaseException as error:
@@ -122,9 +131,22 @@ def execute(target: Target) -> int:
     return show_uncaught(uncaught)  # out here: what a hook may raise has no context, as in Python
 
 
+def failure_of_script() -> BaseException | None:
+    """The exception that has ended the script: one that nobody caught, whatever hook the script shows it by; or one in
+    whose handler it exited with a status other than 0. None: it came to its end."""
+    return _failures[-1] if _failures else None
+
+
+def traceback_of_script() -> str:
+    """Of that exception; '' without one."""
+    error = failure_of_script()
+    return "" if error is None else "".join(traceback.format_exception(own_frames_removed(error)))
+
+
 def show_uncaught(error: BaseException) -> int:
     """What Python does with an uncaught exception; returns the exit status."""
     own_frames_removed(error)
+    _failures.append(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error

@@ -104,7 +104,7 @@ class ForwardWatch:
         self.evaluating = False
         """The last outermost call was made without gradients, and no pass or step has followed it."""
         self.training_began: float | None = None
-        """The time of the last outermost call with gradients."""
+        """The time at which an outermost call with gradients began, the first one after this was set to None."""
 
     def start(self) -> None:
         from torch import nn
@@ -184,6 +184,8 @@ class ForwardWatch:
         import torch
         from torch import nn
 
+        if torch.is_grad_enabled() and self.training_began is None:
+            self.training_began = time.perf_counter()
         if torch.is_grad_enabled() and not self.autocast:
             first = next(module.parameters(), None)
             kind = first.device.type if first is not None else "cpu"
@@ -251,7 +253,6 @@ class ForwardWatch:
             use = _Use(calls)
             for tensor in with_graph:
                 tensor.register_hook(use.fire)
-            self.training_began = time.perf_counter()
             self._note_shapes(args, kwargs)
         self._note_made()
 

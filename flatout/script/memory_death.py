@@ -19,6 +19,7 @@ from flatout.levers.subject import Subject
 from flatout.machine.process_memory import resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.parameters import parameters_of
+from flatout.tracebacks import is_users_file
 from flatout.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class MemoryDeath:
         return {**asdict(self), "held_bytes": self.held_bytes}
 
 
-def inspect_death(error: BaseException | None, subject: Subject, folder: str) -> MemoryDeath | None:
-    """What is known of an out-of-memory error; None for any other. folder: of the script's own files."""
+def inspect_death(error: BaseException | None, subject: Subject) -> MemoryDeath | None:
+    """What is known of an out-of-memory error; None for any other."""
     error = _cause(error)
     if error is None:
         return None
@@ -79,7 +80,7 @@ def inspect_death(error: BaseException | None, subject: Subject, folder: str) ->
         "optimizer": _take(_optimizer_state(subject), seen),
     }
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [(frame, line) for frame, line in frames if frame.f_code.co_filename.startswith(folder)]
+    own = [(frame, line) for frame, line in frames if is_users_file(frame.f_code.co_filename)]
     holders = _holders(own, set(seen))
     by_kind = _graph_by_kind(seen)
     categories["graph"] = sum(by_kind.values())

@@ -13,7 +13,6 @@ from flatout.precision.recurrent import gradient_error
 from flatout.script.behaviour_seen import RecurrentSeen
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 MOST_SIZES = 4
@@ -22,7 +21,6 @@ MOST_SIZES = 4
 class _Size(NamedTuple):
     inputs: int
     units: int
-    dtype: torch.dtype
 
 
 class RecurrentLayers:
@@ -37,15 +35,17 @@ class RecurrentLayers:
 
         if not isinstance(module, nn.LSTM) or not module.training or not torch.is_grad_enabled():
             return
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else module.weight_hh_l0.dtype
-        if module.weight_hh_l0.device.type == "cpu" and dtype == torch.bfloat16 and len(self._sizes) < MOST_SIZES:
-            self._sizes[_Size(module.input_size, module.hidden_size, dtype)] = None
+        weight = module.weight_hh_l0
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
+        if weight.device.type == "cpu" and dtype == torch.bfloat16 and len(self._sizes) < MOST_SIZES:
+            self._sizes[_Size(module.input_size, module.hidden_size)] = None
 
     def tried(self) -> tuple[RecurrentSeen, ...]:
+        import torch
+
         found = []
-        for size in self._sizes:
-            error = gradient_error(size.inputs, size.units, size.dtype)
+        for inputs, units in self._sizes:
+            error = gradient_error(inputs, units, torch.bfloat16)
             if math.isfinite(error):  # otherwise torch has no such layer, and the script has failed
-                dtype = str(size.dtype).removeprefix("torch.")
-                found.append(RecurrentSeen(inputs=size.inputs, units=size.units, dtype=dtype, gradient_error=error))
+                found.append(RecurrentSeen(inputs=inputs, units=units, dtype="bfloat16", gradient_error=error))
         return tuple(found)

@@ -224,7 +224,7 @@ class Search(ABC, Generic[C]):
         label = " + ".join(one.label for one in tried)
         wanted = self.combined(tried)
         if self._remaining() <= self.needed_seconds(wanted):
-            self._skip(label, self._spent(), for_lack_of_time=True)
+            self._skip_for_time(tried, label, self._spent())
             return False
         self._progress(f"trying {label}{self._so_far()}")
         began, on_top_of = self._deadline.elapsed_seconds, tuple(one.label for one in self.state.kept)
@@ -235,7 +235,7 @@ class Search(ABC, Generic[C]):
             reason = "interrupted when the search was stopped"
             if not self._deadline.stopped:
                 reason = f"interrupted: {self._spent()}"
-            self._skip(label, reason, for_lack_of_time=True)
+            self._skip_for_time(tried, label, reason)
             return False
         fields = {**vars(found), "exactness": found.exactness or worst(one.exactness for one in tried)}
         trial = Trial(
@@ -370,6 +370,13 @@ class Search(ABC, Generic[C]):
 
     def _skip(self, label: str, reason: str, *, for_lack_of_time: bool = False) -> None:
         self.state.not_tried.append(NotTried(label=label, reason=reason, for_lack_of_time=for_lack_of_time))
+
+    def _skip_for_time(self, tried: Sequence[C], label: str, reason: str) -> None:
+        """Not where it was measured before, nor where its parts are still to be tried by themselves."""
+        measured = {trial.label for trial in self.state.trials}
+        parts = {one.label for one in tried} if len(tried) > 1 else set()
+        if label not in measured and parts <= measured:
+            self._skip(label, reason, for_lack_of_time=True)
 
     def _remaining(self) -> float:
         return self._deadline.seconds_left

@@ -21,6 +21,7 @@ from flatout.generators import generators_kept
 from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.plan_choices import declared
+from flatout.terminal import is_terminal
 from flatout.torch_private.attributes import CAPTURE_WAS_WARNED_OF, COMPILED_CALL
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
@@ -161,7 +162,7 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
 
 def tell_terminal(line: str) -> None:
     """Progress where the caller gave no function for it: a line on a terminal's standard error."""
-    if sys.stderr is not None and sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         sys.stderr.write(f"flatout: {line}\n")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flatout.arguments import as_iterable, as_metrics, as_model, as_plan, described, wrong
-from flatout.data.batches import Batches
+from flatout.data.batches import Batches, whole_epoch
 from flatout.data.nested import batch_length, to_device
 from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
@@ -51,7 +51,8 @@ def evaluate(
     its loss, each batch weighted by `count_terms`. With a model, `metrics` is required and the precision is that of
     `plan`. Return metrics that are not means over items with `flatout.over_all`.
 
-    Batches are moved to the model's device. A figure over no item at all is NaN.
+    Batches are moved to the model's device. A figure over no item at all is NaN. A `flatout.batches(...)` is evaluated
+    on a whole epoch, and stays at the epoch and the sample at which it is.
 
     Of several ranks each evaluates its share, if `data` is a `flatout.batches(...)`, and returns the figures of the
     whole data set; call it on all of them. Of any other data each rank returns the figures of its own.
@@ -69,6 +70,7 @@ def evaluate(
     home = _only_device(model)
     with contextlib.ExitStack() as around:
         around.enter_context(evaluating(model))
+        around.enter_context(whole_epoch(data))
         # not inference_mode: tensors that a model creates lazily and keeps could not be used in training later
         around.enter_context(torch.no_grad())
         if plan.precision in DTYPES:
@@ -175,7 +177,7 @@ def _sum_and_count(name: str, value: object, batch: object) -> tuple[Number, Num
     import torch
 
     if isinstance(value, tuple) and len(value) == 2:
-        total, count = value
+        total, count = (_one(name, part) for part in value)
         if isinstance(count, torch.Tensor):  # a sum over no items counts as 0, even if it is NaN
             return torch.where(count == 0, torch.zeros_like(count), total), count
         return (total if count else 0.0), count
@@ -186,7 +188,7 @@ def _sum_and_count(name: str, value: object, batch: object) -> tuple[Number, Num
             f"metrics returned {described(value)} as the figure {name!r}",
             limit="a figure is a tensor of one value per item, a pair (sum, number of items), or a mean over the batch",
         ) from error
-    if values.numel() != 1:
+    if values.dim() > 0:
         return values.sum(), values.numel()
     try:
         samples = batch_length(batch)
@@ -197,6 +199,21 @@ def _sum_and_count(name: str, value: object, batch: object) -> tuple[Number, Num
             remedy="return a pair: (sum over the items, their number)",
         ) from error
     return values.sum() * samples, samples
+
+
+def _one(name: str, value: object) -> Number:
+    """A sum or a number of items; tensors in double, as many batches are added up."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value  # type: ignore[return-value]  # what adds up like a number is one
+    if value.numel() != 1:
+        raise UsageError(
+            f"metrics returned a pair with a tensor of shape {list(value.shape)} as the figure {name!r}",
+            limit="a pair is (sum over the items, number of items), two numbers",
+            remedy="add the items up, or return the tensor alone",
+        )
+    return value.detach().squeeze().double()
 
 
 def _only_device(model: Module) -> torch.device | None:

@@ -169,7 +169,7 @@ def _end_epoch(
         run.call(after_epoch, run.step, run.source.epoch, dict(figures))
     if whole and stop_when is not None:
         run.stopped = _any_rank(run.call(stop_when, dict(figures)), run.step)
-    run.save_epoch(ranked=evaluation is not None)
+    run.save_epoch(ranked=whole and evaluation is not None)
 
 
 def _finish(run: Run) -> None:

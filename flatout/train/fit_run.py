@@ -18,7 +18,6 @@ from flatout.errors import NumericsError, UsageError
 from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop
 from flatout.train.loggers import Logger, flush, restore_loggers, states_of
-from flatout.train.loss import terms_or_none
 from flatout.train.patience import Waiting, WaitingState
 from flatout.train.ranks import is_first, mean_figures
 from flatout.train.step import TrainStep
@@ -155,8 +154,7 @@ class Run:
         loss = step(batch)
         if self.ema is not None:
             self.ema.update_parameters(step.model)
-        terms = terms_or_none(step.count_terms, batch)
-        self.means.add(step.steps, loss, step.figures, 1 if terms is None else terms, **beside)
+        self.means.add(step.steps, loss, step.figures, step.weight_of_loss(batch), **beside)
         return loss
 
     def log(self, figures: dict[str, float], step: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 from flatout.errors import NumericsError, UsageError
 from flatout.parallel.whole_tensors import total_norm
 from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
+from flatout.train.readings import HostCopy
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +58,8 @@ class GradientStep:
         device = parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
-        self._flags: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        """(step, was its gradient not finite, the event after which the host can read that)"""
+        self._flags: deque[tuple[int, HostCopy]] = deque()
+        """(step, was its gradient not finite?)"""
         self.norm: Tensor | None = None
         """The gradient's norm before clipping, a device tensor; None if it was not needed."""
 
@@ -119,7 +120,7 @@ class GradientStep:
         bad = (~norm.isfinite()).float()
         self._skipped += bad.to(self._skipped.dtype)
         if self.nonfinite == "raise":
-            self._remember(step, bad)
+            self._flags.append((step, HostCopy(bad)))
         optimizer = self.optimizer
         if norm.device.type != "cpu" and _skips_on_device(optimizer):
             optimizer.grad_scale, optimizer.found_inf = None, bad
@@ -131,28 +132,14 @@ class GradientStep:
             optimizer.step()
         self.check(wait=False)
 
-    def _remember(self, step: int, bad: Tensor) -> None:
-        import torch
-
-        if bad.device.type == "cpu":
-            self._flags.append((step, bad, None))
-            return
-        host = torch.empty((), pin_memory=True)
-        host.copy_(bad, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._flags.append((step, host, event))
-
     def check(self, *, wait: bool) -> None:
         """Raise for a recorded step that was not finite; without `wait` only for those whose flags have arrived."""
         while self._flags:
-            step, flag, event = self._flags[0]
-            if event is not None and not wait and not event.query():
+            step, bad = self._flags[0]
+            if not wait and not bad.arrived():
                 return
-            if event is not None:
-                event.synchronize()
             self._flags.popleft()
-            if flag:
+            if any(bad.values()):
                 self._flags.clear()
                 raise NumericsError(
                     f"the gradient of step {step} is not finite; the weights are as they were before that step",

@@ -7,6 +7,8 @@ say how many terms a batch has, with a method or attribute `count_terms(batch)`;
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
@@ -76,7 +78,9 @@ def terms_or_none(count_terms: CountTerms, batch: object) -> Tensor | float | No
 
 
 def _weighted(value: Tensor | float, terms: Tensor | float | None) -> tuple[Tensor | float, Tensor | float]:
-    return (value, 1) if terms is None else (value * terms, terms)
+    if terms is None:
+        return value, 1
+    return (float(value) if isinstance(value, int | float) else value.double()) * terms, terms
 
 
 class Supervised:
@@ -90,7 +94,9 @@ class Supervised:
         self.criterion, self.over_all = criterion, dict(metrics or {})
 
     def __call__(self, model: Module, batch: object) -> Tensor:
-        outputs, targets = self.outputs(model, batch)
+        return self._loss(*self.outputs(model, batch))
+
+    def _loss(self, outputs: object, targets: object) -> Tensor:
         _check_elementwise(self.criterion, outputs, targets)
         try:
             return self.criterion(outputs, targets)
@@ -109,12 +115,18 @@ class Supervised:
             return outputs, targets
         indices = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
         if indices and outputs.shape[:-1] == targets.shape and outputs.dim() > 2:
+            if outputs.shape[:1] + outputs.shape[2:] == targets.shape:
+                raise UsageError(
+                    f"the model returns {list(outputs.shape)}, and the targets are {list(targets.shape)}",
+                    limit="the classes may be its last dimension or, as torch's criteria take them, its second",
+                    remedy="flatten both to [items, classes] and [items] in the model, or in a loss_fn of your own",
+                )
             return outputs.flatten(0, -2), targets.flatten()
         return outputs, targets
 
     def count_terms(self, batch: object) -> Tensor | float | None:
         """How many terms the criterion's mean has: the weight of the valid targets; None if it sums instead."""
-        if getattr(self.criterion, "reduction", "mean") == "sum":
+        if _setting(self.criterion, "reduction") == "sum":
             pair(batch)
             return None
         return self._terms(batch)
@@ -125,23 +137,24 @@ class Supervised:
         targets = pair(batch)[1]
         if not isinstance(targets, torch.Tensor):
             return batch_length(batch)
-        ignored: int | None = getattr(self.criterion, "ignore_index", None)
-        class_weights: Tensor | None = getattr(self.criterion, "weight", None)
-        if targets.is_floating_point() or (ignored is None and class_weights is None):
+        ignored = _setting(self.criterion, "ignore_index")
+        if targets.is_floating_point() or ignored is None:
             return targets.numel()
-        valid = targets != ignored if ignored is not None else torch.ones_like(targets, dtype=torch.bool)
+        valid, class_weights = targets != ignored, _setting(self.criterion, "weight")
         if class_weights is not None:
-            return (class_weights[targets.clamp(0, len(class_weights) - 1)] * valid).sum()
-        return valid.sum()
+            valid = class_weights[targets.clamp(0, len(class_weights) - 1)] * valid
+        total: Tensor = valid.sum()
+        return total
 
     def metrics(self, model: Module, batch: object) -> dict[str, object]:
         """For `evaluate`: the loss of each valid target, for class indices whether the best class is right, and the
         metrics over all outputs."""
         outputs, targets = self.outputs(model, batch)
-        loss, terms = self.criterion(outputs, targets), self._terms(batch)
+        loss, terms = self._loss(outputs, targets).double(), self._terms(batch)
         found: dict[str, object] = {"loss": (loss if self.count_terms(batch) is None else loss * terms, terms)}
         if _is_tensor(outputs) and _are_classes(targets) and outputs.dim() == targets.dim() + 1:
-            valid = targets != getattr(self.criterion, "ignore_index", -100)
+            ignored = _setting(self.criterion, "ignore_index")
+            valid = targets != (-100 if ignored is None else ignored)
             right = (outputs.argmax(1) == targets) & valid
             found["accuracy"] = (right.sum(), valid.sum())
             if self.over_all:
@@ -160,7 +173,7 @@ def supervised(criterion: Callable[..., Tensor], *, metrics: Mapping[str, Metric
     """
     limit, remedy = "it is called as criterion(outputs, targets)", "for example torch.nn.CrossEntropyLoss()"
     as_function(criterion, "criterion", 2, limit=limit, remedy=remedy)
-    if getattr(criterion, "reduction", "mean") == "none":
+    if _setting(criterion, "reduction") == "none":
         raise UsageError(
             "the criterion's reduction is 'none'", limit="a step minimises one number", remedy="use 'mean' or 'sum'"
         )
@@ -170,6 +183,19 @@ def supervised(criterion: Callable[..., Tensor], *, metrics: Mapping[str, Metric
     for metric in (metrics or {}).values():
         as_metric(metric)
     return Supervised(criterion, metrics)
+
+
+def _setting(criterion: Callable[..., Tensor], name: str) -> Any:  # a number, a tensor or a text, by its name
+    """`ignore_index`, `weight` or `reduction` of a criterion: a module's, one that functools.partial sets, or the
+    default of torch's function; None where it has none."""
+    given = criterion.keywords if isinstance(criterion, functools.partial) else {}
+    function = criterion.func if isinstance(criterion, functools.partial) else criterion
+    if name in given:
+        return given[name]
+    if inspect.isfunction(function) and function.__module__ == "torch.nn.functional":
+        parameter = inspect.signature(function).parameters.get(name)
+        return None if parameter is None else parameter.default
+    return getattr(function, name, None)
 
 
 _ELEMENTWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BCEWithLogitsLoss")

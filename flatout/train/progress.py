@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from flatout.terminal import is_terminal
 from flatout.train.flops import count_step
 from flatout.units import format_bytes
 
@@ -28,7 +29,7 @@ class Progress:
     """Use as a context; call `step_begins` before and `step_ended` after each step."""
 
     def __init__(self, total_steps: int | None, done: int, *, shown: bool | None = None) -> None:
-        self.shown = sys.stderr.isatty() if shown is None else shown
+        self.shown = is_terminal(sys.stderr) if shown is None else shown
         self._total, self._done, self._steps = total_steps, done, 0
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
@@ -59,7 +60,8 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._counting is not None:
             self._counting()
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done + self._steps)
             self._bar.stop()
 
     def step_begins(self) -> None:

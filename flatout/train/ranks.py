@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.errors import NumericsError
+from flatout.train.readings import HostCopy
 from flatout.train.split import batch_coupled_layers
 
 if TYPE_CHECKING:
@@ -139,16 +140,7 @@ class SharedStop:
             work = distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group, async_op=True)
             return lambda: largest.tolist() if work.wait() else []
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group)
-        host = torch.empty(largest.shape, pin_memory=True)
-        host.copy_(largest, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-
-        def answer() -> list[float]:
-            event.synchronize()  # of a step before the last: the last one keeps the device busy
-            return host.tolist()
-
-        return answer
+        return HostCopy(largest).values  # it waits for a step before the last: the last one keeps the device busy
 
 
 def largest_of_ranks(value: int, device: torch.device, group: ProcessGroup) -> int:

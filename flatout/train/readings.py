@@ -29,7 +29,7 @@ class Readings(Generic[K]):
     def __init__(self, take: Callable[[K, list[float]], None]) -> None:
         self._take = take
         self._held: list[tuple[K, Sequence[Tensor | float]]] = []
-        self._asked: deque[tuple[list[tuple[K, list[Place]]], list[_Copied]]] = deque()
+        self._asked: deque[tuple[list[tuple[K, list[Place]]], list[HostCopy]]] = deque()
 
     def add(self, key: K, values: Sequence[Tensor | float]) -> None:
         """Scalars: numbers, or tensors that nothing changes later."""
@@ -63,7 +63,7 @@ class Readings(Generic[K]):
                     group.append(value.detach().reshape(()))
             rows.append((key, places))
         self._held = []
-        self._asked.append((rows, [_Copied(torch.stack(group)) for group in groups.values()]))
+        self._asked.append((rows, [HostCopy(torch.stack(group)) for group in groups.values()]))
 
     def _hand_over(self, *, wait: bool) -> None:
         while self._asked:
@@ -82,8 +82,8 @@ def _read(place: Place, found: Sequence[Sequence[float]]) -> float:
     return place if isinstance(place, float) else float(place.item())
 
 
-class _Copied:
-    """A tensor on its way to the host."""
+class HostCopy:
+    """A tensor on its way to the host: `values` waits for it, nothing else does."""
 
     def __init__(self, values: Tensor) -> None:
         import torch
@@ -94,7 +94,7 @@ class _Copied:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(values.device))  # the current device may be another one
         self._event = event
 
     def arrived(self) -> bool:
@@ -103,4 +103,4 @@ class _Copied:
     def values(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
-        return [float(value) for value in self._host.tolist()]
+        return [float(value) for value in self._host.flatten().tolist()]

@@ -48,7 +48,7 @@ from flatout.precision.autocast import autocast_call
 from flatout.precision.recurrent import lstm_gradients_right
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
-from flatout.train.loss import CountTerms, LossFn, own_metrics
+from flatout.train.loss import CountTerms, LossFn, own_metrics, terms_or_none
 from flatout.train.loss_parts import LossParts, Number, as_figure, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
@@ -164,6 +164,7 @@ class TrainStep:
         self._shared: SharedStep | None = None
         self._watched = contextlib.ExitStack()
         self._watch_shared_step()
+        self._closed = False
 
     # what the user calls
 
@@ -173,10 +174,8 @@ class TrainStep:
         With several ranks `batch` is this rank's share, and the mean over the ranks of the returned losses is the mean
         loss of the whole batch.
         """
-        if not self.model.training:
-            raise UsageError(
-                "the model is in evaluation mode", limit="a step trains", remedy="call model.train() first"
-            )
+        if not self.model.training or self._closed:
+            raise self._no_training()
         if self.plan.nonfinite is not None:
             self._update.check(wait=False)
         if not self._begun:  # no earlier: a rank that has not trained is not seen to hang
@@ -192,7 +191,7 @@ class TrainStep:
             self.scheduler.step()
         self.steps += 1
         if self._losses is not None:
-            self._losses.add(self.steps - 1, loss)
+            self._losses.add(self.steps, loss)
         if self._heartbeat is not None:
             self._heartbeat.write(self.steps, inside=False)
         return loss
@@ -259,6 +258,18 @@ class TrainStep:
         """
         return own_metrics(self.loss_fn, self.count_terms, model, batch)
 
+    def weight_of_loss(self, batch: object) -> Tensor | float:
+        """How much the loss of the step on this batch, the last one taken, counts in a mean over steps: the terms that
+        it is the mean of; 1 for a loss that sums, and for a batch whose samples cannot be counted.
+
+        With several ranks it is the mean of the terms over the ranks, because each rank's loss is its part of the whole
+        batch's mean already.
+        """
+        if self._mean_terms is not None:
+            return self._mean_terms.mean
+        terms = terms_or_none(self.count_terms, batch)
+        return 1 if terms is None else terms
+
     def sections(self) -> dict[str, object]:
         """What a checkpoint of this training holds, by name, for `capture(step)` and `restore(..., step)`."""
         live = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self}
@@ -296,6 +307,7 @@ class TrainStep:
 
         A model that `parallel = "fsdp"` has sharded stays sharded; a step with the same plan continues with it.
         """
+        self._closed = True
         self._applied.set([])
         self._watched.close()
         self._levers.close()
@@ -314,6 +326,12 @@ class TrainStep:
             self._update.scaler.load_state_dict(state["scaler"])
 
     # inside
+
+    def _no_training(self) -> UsageError:
+        if self._closed:
+            limit, remedy = "its plan is not in force any more", "make a new TrainStep, or use the one of with_plan"
+            return UsageError("this step is closed", limit=limit, remedy=remedy)
+        return UsageError("the model is in evaluation mode", limit="a step trains", remedy="call model.train() first")
 
     def _apply_levers(self) -> None:
         wanted = self.plan.part_for("step").choices()
@@ -344,7 +362,7 @@ class TrainStep:
     def _updated(self, batch: object) -> Tensor:
         loss = self._backward_in_parts(batch)
         if self._in_backward is None:
-            self._update.take(self.steps)
+            self._update.take(self.steps + 1)
         return loss
 
     def _backward_in_parts(self, batch: object) -> Tensor:

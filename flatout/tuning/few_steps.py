@@ -17,7 +17,7 @@ from flatout.levers.lever import Choice
 from flatout.script.trial.answers import TrialEnded
 from flatout.sequential import LOOKS, is_decided
 from flatout.statistics import median
-from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
+from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back, tried_in
 
 FEWEST_STEPS = 12
 """A script with fewer has no room even for the shortest windows of quick steps."""
@@ -102,11 +102,11 @@ def pair_of_runs(
 ) -> tuple[float, float]:
     """(baseline, candidate) seconds of a mean step. The second starts when the first has ended, since memory may only
     suffice for one. Which comes first alternates with the pair's number."""
-    runs = {}
+    runs, arms = {}, {}
     for side in (baseline, candidate) if number % 2 == 0 else (candidate, baseline):
         with side() as arm:
-            runs[side] = arm.window(settle=0, steps=few.compared)
-    raise_if_rolled_back(runs[candidate], choice)
+            runs[side], arms[side] = arm.window(settle=0, steps=few.compared), arm
+    raise_if_rolled_back(runs[candidate], tried_in(arms[candidate], arms[baseline], choice))
     ours, theirs = ((sum(run.seconds) + run.apply_seconds) / few.compared for run in (runs[baseline], runs[candidate]))
     return ours, theirs
 

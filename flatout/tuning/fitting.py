@@ -220,5 +220,5 @@ def peak_afresh(trials: Trials, choices: Sequence[Choice]) -> int | None:
         try:
             running.start()
             return running.peak(live).peak_bytes
-        except TrialError:
+        except (TrialError, ScriptError):
             return None

@@ -154,10 +154,15 @@ def compare_afresh(
     for number in range(MOST_PROCESS_PAIRS):
         pairs: Pairs = []
         wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
-        if few is None:
-            last, pace = one_pair_of_processes(sides, pace, deadline, left, wanted, pairs)
-        else:
-            last = _one_pair_of_runs(sides, few, deadline, number, pairs)
+        try:
+            if few is None:
+                last, pace = one_pair_of_processes(sides, pace, deadline, left, wanted, pairs)
+            else:
+                last = _one_pair_of_runs(sides, few, deadline, number, pairs)
+        except TrialError:
+            if len(groups) < max(least, LEAST_PROCESS_PAIRS):
+                raise
+            break  # what the other pairs of processes have shown is worth no less for it
         groups.append(pairs)
         found = comparison_of_groups(groups, pace.least_gain)
         too_few = _is_undecided(found, pace) and len(groups) < LEAST_PROCESS_PAIRS

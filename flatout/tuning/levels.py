@@ -65,6 +65,8 @@ def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tup
     scale = sum(abs(level) for level in ours) / len(ours) or 1.0
     difference = (sum(theirs) / len(theirs) - sum(ours) / len(ours)) / scale
     half = _half_width(ours, theirs) / scale
+    if not (math.isfinite(difference) and math.isfinite(half)):
+        return "losses of the script itself are inf or NaN: there is nothing to compare", None
     seen = max(half, STATISTICAL_LEAST)
     if abs(difference) > seen:
         return f"its losses are {difference:+.1%} (±{half:.1%}) off those of plain runs", seen

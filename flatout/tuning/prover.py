@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypedDict
 
-from flatout.errors import TrialError
+from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
@@ -203,7 +203,7 @@ class Prover:
             so_far = [choice for choice in choices if EXACTNESS_ORDER.index(choice.exactness) <= rank]
             try:
                 judged = self._known_or_new(claimed, so_far)
-            except TrialError as error:
+            except (TrialError, ScriptError) as error:
                 judged = Judged("rejected", _failure(error), {})
             claims.append(
                 Claim(
@@ -323,7 +323,7 @@ class Prover:
         try:
             candidates = [self._record(choices) for _ in range(STATISTICAL_RUNS)]
             reason, resolution = levels.not_alike(self._plains, candidates)
-        except TrialError as error:
+        except (TrialError, ScriptError) as error:
             candidates, reason, resolution = [], _failure(error), None
         labels = tuple(choice.label for choice in choices)
         claimed = worst(choice.exactness for choice in choices)
@@ -461,6 +461,7 @@ class Prover:
             next_from_start, _ = split_by_switch(then)
             self._prestarted = next_from_start, self._trials.trial(next_from_start, label="proof")
             self._prestarted[1].spawn()
+        process.expected_step_seconds = self._pattern.step_seconds
         return process, not was_prestarted and self._prestarted is None
 
     def _drop_prestarted(self) -> None:
@@ -489,7 +490,7 @@ def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:
     return [choice for choice in choices if choice.exactness == "bit-identical"]
 
 
-def _failure(error: TrialError) -> str:
+def _failure(error: TrialError | ScriptError) -> str:
     headline = error.headline if isinstance(error, TrialEnded) else ""
     return f"a new run with it failed: {headline or error}"
 

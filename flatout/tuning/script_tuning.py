@@ -6,12 +6,15 @@ found.plan, found.proof, found.speedup
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from flatout.errors import UsageError
 from flatout.machine.description import Machine
 from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.script.entry import Target
@@ -75,7 +78,12 @@ def tune_script(
     request.target.check()
     deadline = deadline or Deadline(request.budget_seconds)
     sources = source_digests(request.target)  # now: it may be edited during the tune
-    with work_folder() as folder, ForkServer() as fork_server, StartedScript() as started:
+    with (
+        work_folder() as folder,
+        logs_kept(folder, request.log_folder, progress),
+        ForkServer() as fork_server,
+        StartedScript() as started,
+    ):
         setup = TrialSetup(
             target=request.target,
             work_folder=folder,
@@ -113,8 +121,6 @@ def tune_script(
         devices = None
         if wanted is not None:
             devices = choose_devices(found, setup, machine, wanted, deadline, progress)
-        if request.log_folder is not None:
-            _keep_logs(folder, request.log_folder)
         plan = plan_of(found, machine)
         if request.ranks is not None:
             plan = replace(
@@ -145,7 +151,24 @@ def tune_script(
         )
 
 
-def _keep_logs(folder: Path, wanted: Path) -> None:
-    wanted.mkdir(parents=True, exist_ok=True)
-    for log in folder.glob("*/output.log"):
-        shutil.copyfile(log, wanted / f"{log.parent.name}.log")
+@contextlib.contextmanager
+def logs_kept(folder: Path, wanted: Path | None, progress: Progress) -> Iterator[None]:
+    """Copy the output of trials into `wanted` at the end, also of a tune that fails. UsageError, at once, where it is
+    no folder that can be written to."""
+    if wanted is None:
+        yield
+        return
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            pass
+    except OSError as error:
+        raise UsageError(f"logs cannot be kept in {wanted}: {error.strerror}", remedy="name another folder") from error
+    try:
+        yield
+    finally:
+        try:
+            for log in folder.glob("*/output.log"):
+                shutil.copyfile(log, wanted / f"{log.parent.name}.log")
+        except OSError as error:
+            progress(f"not all logs were kept in {wanted}: {error.strerror}")

@@ -55,6 +55,8 @@ SHARE_SECONDS = 3.0
 LONGEST_SHARES = 3.0
 """Times its share: the time for a comparison in which the candidate looks faster. A gain that is dropped for lack of
 pairs has cost its trial, and levers that recompile are not tried again once a model is compiled."""
+SHARE_TO_TRY_AGAIN = 0.1
+"""Of the time that is left, for trying without forks what failed in one."""
 MOST_RESTARTS = 60
 ATTEMPTS = 6
 """Starts of a short script within one comparison."""
@@ -335,7 +337,9 @@ class TrainingSearch(Search[Choice]):
         for it is useless; and less while there is nothing to verify."""
         usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
         least = max(least, usual) if self.state.kept else max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
+        stopped = self._deadline.stopped  # by Ctrl-C, perhaps since the last trial
         self._deadline = self.limits.deadline.reserving(least - usual)
+        self._deadline.stopped = stopped
         if self._process is not None:
             self._process.deadline = self._deadline
 
@@ -363,7 +367,7 @@ class TrainingSearch(Search[Choice]):
             else:
                 with self._started(self._from_start()) as fresh:
                     seen = fresh.breakdown(self._live(), steps=self.few.compared)
-        except TrialError:
+        except (TrialError, ScriptError):
             self.close()
             return
         self.state.observed = replace(
@@ -407,7 +411,7 @@ class TrainingSearch(Search[Choice]):
             self.close()
             raise
         except (TrialError, ScriptError) as error:
-            return self._failure(error)
+            return self._again_without_forks(error, wanted, tried) or self._failure(error)
         if gain is None:
             return found
         if found.outcome in ("kept", "dropped"):
@@ -416,6 +420,22 @@ class TrainingSearch(Search[Choice]):
             if outcome == "kept" or found.outcome == "dropped":
                 found = replace(found, outcome=outcome, reason=reason)
         return replace(found, baseline_peak_bytes=gain.before.peak_bytes, candidate_peak_bytes=gain.after.peak_bytes)
+
+    def _again_without_forks(
+        self, error: Exception, wanted: Sequence[Choice], tried: Sequence[Choice]
+    ) -> Measured | None:
+        """What failed in forks, tried in processes that start by themselves: then the forks may be at fault, and are
+        not used any more if so. None where that takes much of the time that is left."""
+        forked, start_seconds = self.trials, self.state.startup_seconds or 0.0
+        if not isinstance(error, TrialError) or 2 * start_seconds > SHARE_TO_TRY_AGAIN * self._remaining():
+            return None
+        if isinstance(error, RolledBackInside) or not self._goes_on_without_forks(error):
+            return None
+        found = self.measure(wanted, tried)
+        if found.outcome == "failed":
+            self.close()
+            self.trials = forked
+        return found
 
     def _within_limit(self, found: Measured, wanted: Sequence[Choice], fit: Fit) -> Measured:
         """What is faster must fit as well. Levers that are on from a process's start change no tensor."""
@@ -453,7 +473,7 @@ class TrainingSearch(Search[Choice]):
                 return self._compare_whole_runs(self.few, wanted, choice)
             try:
                 with self._arms(wanted) as arms:
-                    return compare_arms(*arms, self._pace(choice), choice, collected)
+                    return compare_arms(*arms, self._pace(), choice, collected)
             except TrialEnded as end:
                 if not end.by_itself or attempt == ATTEMPTS - 1:
                     raise
@@ -487,7 +507,7 @@ class TrainingSearch(Search[Choice]):
         sides = (lambda: run(self.state.kept)), (lambda: run(wanted))
         return compare_whole_runs(*sides, few, pace, choice, lambda: self._remaining() > 2 * pair_seconds)
 
-    def _pace(self, choice: Choice) -> Pace:
+    def _pace(self) -> Pace:
         share = self._share(COMPARISON_SECONDS)
         pace = Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=share)
         pace = replace(pace, longest_seconds=min(LONGEST_SHARES * share, self._remaining() / 2))
@@ -546,7 +566,7 @@ class TrainingSearch(Search[Choice]):
             if self.few is not None:
                 return self._compare_whole_runs(self.few, others, None).comparison
             with self._arms(others) as arms:
-                return compare_arms(*arms, self._pace(choice)).comparison
-        except TrialError:
+                return compare_arms(*arms, self._pace()).comparison
+        except (TrialError, ScriptError):
             self.close()
             return None

@@ -43,6 +43,7 @@ from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
 from flatout.script.trial.answers import PEAK_STEPS, Peak, TrialEnded, Window, most_of
+from flatout.script.trial.commands import raise_if_off
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.train.loss import LossFn
 from flatout.train.placement import join_recurrent_weights
@@ -259,8 +260,10 @@ class StepTrial:
             followed = StepMemory(self._subject)
             for _ in range(steps):
                 followed.begin(device_name(self._subject))
-                take()
-                sample = followed.end(self._steps)
+                try:
+                    take()
+                finally:  # it follows every operation until then
+                    sample = followed.end(self._steps)
                 peaks.append(sample.peak_bytes if sample is not None else None)
             held = most_of(peaks) if self._device.kind == "cpu" else self._device.memory_peak_bytes()
         return Peak(peak_bytes=held, resident_bytes=peak_resident_bytes(), incidents=self._rolled_back)
@@ -276,6 +279,8 @@ class StepTrial:
                     recorder.step_ended()
             finally:
                 found = recorder.finish()
+        off = self._rolled_back
+        raise_if_off({one: off[one.lever.name] for one in choices if one.lever.name in off})
         return {**found, "ended": False, "unseeded": []}
 
     # inside

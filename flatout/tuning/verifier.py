@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from flatout.errors import TrialError
+from flatout.errors import ScriptError, TrialError
 from flatout.levers.catalogue import in_order
 from flatout.levers.first_compilation import seconds_to_compile_again
 from flatout.levers.lever import Choice, graph_of, split_by_switch
@@ -269,7 +269,11 @@ class Verifier:
         if final is None or not self.state.kept:
             return None
         with self._deadline.stage("timing the start of flatout run"):
-            own_seconds = own_start_seconds(self.trials.work_folder)
+            try:
+                own_seconds = own_start_seconds(self.trials.work_folder)
+            except TrialError as error:
+                self.warnings.append(f"the gain of a whole run is unknown, because {error}")
+                return None
         few = self.state.few_steps
         return whole_run(
             own_start_seconds=own_seconds,
@@ -296,7 +300,7 @@ class Verifier:
                 self.state.few_steps,
                 self._prover.arms(self.state.kept),
             )
-        except TrialError as error:
+        except (TrialError, ScriptError) as error:
             self.warnings.append(f"the last comparison {self.trials.afresh} was cut short: {error}")
             return None
         finally:

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.errors import TrialError
 from flatout.script.child_command import child_command
 from flatout.statistics import median
 
@@ -69,7 +70,8 @@ def whole_run(
 
 
 def own_start_seconds(folder: Path) -> float:
-    """Measured on an empty script, alternating `flatout run` and plain Python. Takes about a second."""
+    """Measured on an empty script, alternating `flatout run` and plain Python. Takes about a second. TrialError where
+    one of them fails, as on a full disk."""
     script = folder / "empty.py"
     script.write_text("")
     flatout = child_command("flatout", "run", "--no-plan", "--no-report", str(script))
@@ -82,5 +84,7 @@ def own_start_seconds(folder: Path) -> float:
 
 def _seconds(command: list[str]) -> float:
     began = time.perf_counter()
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    if ended.returncode != 0:
+        raise TrialError(f"{' '.join(command[-2:])} ended with code {ended.returncode}")
     return time.perf_counter() - began

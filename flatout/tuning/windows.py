@@ -147,13 +147,13 @@ class Pairing:
 
 
 class RolledBackInside(TrialError):
-    """The candidate was rolled back in the process: it could not be applied, or the forward failed under it."""
+    """A choice of the candidate could not be applied in the process."""
 
 
-def warm_up(arm: Arm, pace: Pace, candidate: Choice | None) -> tuple[float, float]:
+def warm_up(arm: Arm, pace: Pace, tried: Sequence[Choice] = ()) -> tuple[float, float]:
     """Run the first steps of an arm. Returns their cost beyond usual steps, and the usual step time, in seconds."""
     window = arm.window(settle=pace.warm_steps, steps=pace.first_window)
-    raise_if_rolled_back(window, candidate)
+    raise_if_rolled_back(window, tried)
     usual = median(window.seconds)
     spent = sum(window.settle_seconds) + window.apply_seconds
     return max(0.0, spent - usual * len(window.settle_seconds)), usual
@@ -179,9 +179,10 @@ def compare_arms(
     restart.
     """
     began = time.monotonic()
-    startup, _ = warm_up(candidate, pace, choice)
+    tried = tried_in(candidate, baseline, choice)
+    startup, _ = warm_up(candidate, pace, tried)
     if baseline.process is not candidate.process:
-        warm_up(baseline, pace, None)
+        warm_up(baseline, pace)
     if not pace.counts_warm_up:
         began = time.monotonic()
     pairs = collected if collected is not None else []
@@ -191,7 +192,7 @@ def compare_arms(
         turns: list[tuple[float, float]] = []
         while len(turns) < pace.turns:
             ours, theirs = _one_turn(baseline, candidate, pace, turn)
-            raise_if_rolled_back(theirs, choice)
+            raise_if_rolled_back(theirs, tried)
             turn += 1
             turns.append((median(ours.seconds), median(theirs.seconds)))
             if choice is not None and choice.lever.compiles and late_graphs < MOST_LATE_GRAPHS:
@@ -285,6 +286,15 @@ def _growths(arm: Arm, pace: Pace) -> list[float]:
     return [float(after - before) for before, after in itertools.pairwise(sizes)]
 
 
-def raise_if_rolled_back(window: Window, candidate: Choice | None) -> None:
-    if candidate is not None and candidate.lever.name in window.rolled_back:
-        raise RolledBackInside(window.rolled_back[candidate.lever.name])
+def raise_if_rolled_back(window: Window, tried: Sequence[Choice]) -> None:
+    for choice in tried:
+        if choice.lever.name in window.rolled_back:
+            which = f"{choice.label} " if len(tried) > 1 else ""
+            raise RolledBackInside(which + window.rolled_back[choice.lever.name])
+
+
+def tried_in(candidate: Arm, baseline: Arm, choice: Choice | None) -> list[Choice]:
+    """What the candidate has and the baseline has not, with this choice; none where there is no choice to judge."""
+    if choice is None:
+        return []
+    return [choice, *(one for one in candidate.choices if one not in baseline.choices and one != choice)]

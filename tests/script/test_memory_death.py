@@ -48,7 +48,7 @@ def died(message: str | None, subject: Subject) -> Exception:
 def test_who_held_the_memory_and_what_a_smaller_batch_would_have_done() -> None:
     subject = Subject()
     error = died("CUDA out of memory. Tried to allocate 512.00 KiB. GPU 0 has a total capacity of ...", subject)
-    death = inspect_death(error, subject, HERE)
+    death = inspect_death(error, subject)
     assert death is not None
     assert death.requested_bytes == 512 << 10
     weights = (64 * 64 + 64) * 4
@@ -65,21 +65,21 @@ def test_who_held_the_memory_and_what_a_smaller_batch_would_have_done() -> None:
 
 def test_a_tensor_larger_than_everything_is_named_as_such() -> None:
     subject = Subject()
-    death = inspect_death(died("you tried to allocate 999999999999 bytes", subject), subject, HERE)
+    death = inspect_death(died("you tried to allocate 999999999999 bytes", subject), subject)
     assert death is not None
     assert "larger than everything that was held" in death.advice[0]
 
 
 def test_a_lazy_layer_that_was_never_called_holds_nothing() -> None:
     lazy = torch.nn.LazyLinear(3)
-    death = inspect_death(died("", Subject()), Subject(), HERE)
+    death = inspect_death(died("", Subject()), Subject())
     assert death is not None
     assert lazy.has_uninitialized_params()
 
 
 def test_without_a_size_in_the_message() -> None:
     subject = Subject()
-    death = inspect_death(died("", subject), subject, HERE)
+    death = inspect_death(died("", subject), subject)
     assert death is not None
     assert death.requested_bytes is None
     assert death.message == "OutOfMemoryError"
@@ -87,7 +87,7 @@ def test_without_a_size_in_the_message() -> None:
 
 @pytest.mark.parametrize("error", [None, ValueError("x"), RuntimeError("shapes")])
 def test_another_end_is_not_memory_s(error: Any) -> None:
-    assert inspect_death(error, Subject(), HERE) is None
+    assert inspect_death(error, Subject()) is None
 
 
 def test_the_graph_is_named_by_what_keeps_it() -> None:
@@ -97,7 +97,7 @@ def test_the_graph_is_named_by_what_keeps_it() -> None:
     try:
         raise MemoryError
     except MemoryError as error:
-        death = inspect_death(error, Subject(), HERE)
+        death = inspect_death(error, Subject())
     assert isinstance(death, MemoryDeath)
     assert kept.grad_fn is not None
     assert any("TanhBackward0" in one.name or one.name == "kept" for one in death.holders)
@@ -106,13 +106,13 @@ def test_the_graph_is_named_by_what_keeps_it() -> None:
 def test_the_end_of_memory_is_found_behind_the_error_that_the_script_made_of_it() -> None:
     error = ValueError("the script's own")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    death = inspect_death(error, Subject(), HERE)
+    death = inspect_death(error, Subject())
     assert death is not None
     assert death.requested_bytes == 2048 * MIB
 
 
 def test_where_pythons_objects_took_the_memory_no_measure_for_tensors_is_advised() -> None:
-    death = inspect_death(MemoryError(), Subject(), HERE)
+    death = inspect_death(MemoryError(), Subject())
     assert death is not None
     assert len(death.advice) == 1
     assert death.advice[0].startswith("Python objects took the memory")
@@ -126,6 +126,6 @@ def test_an_optimizer_of_the_scripts_own_is_the_optimizer() -> None:
     optimizer = Greedy([torch.zeros(3, requires_grad=True)], 0.1)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         optimizer.step()
-    death = inspect_death(caught.value, Subject(), HERE)
+    death = inspect_death(caught.value, Subject())
     assert death is not None
     assert death.part == "optimizer"

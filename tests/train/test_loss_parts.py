@@ -69,7 +69,7 @@ def test_a_batch_without_any_has_torchs_own_answer() -> None:
         loss, weight, step = stepped(parts, torch.full((8,), -100))
         assert loss != loss
         assert torch.equal(weight, before)
-        with pytest.warns(UserWarning, match="the loss of step 0 is nan"):
+        with pytest.warns(UserWarning, match="the loss of step 1 is nan"):
             step.finish()
 
 

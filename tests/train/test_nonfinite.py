@@ -67,7 +67,7 @@ def test_nothing_is_saved_while_no_loss_is_finite(tmp_path: Path) -> None:
     """The weights stay finite: all targets are ignored, torch's loss of nothing is NaN, and its gradient 0."""
     step = training()
     fit(step, batches((X, Y), 10), epochs=1, checkpoints=tmp_path)
-    with pytest.warns(UserWarning, match="the loss of step 4 is nan"):
+    with pytest.warns(UserWarning, match="the loss of step 5 is nan"):
         found = fit(step, batches((X, torch.full_like(Y, -100)), 10), epochs=2, checkpoints=tmp_path)
     assert found.nonfinite_losses == 4
     assert [one.name for one in tmp_path.iterdir()] == ["000001-step-4"]
@@ -76,7 +76,7 @@ def test_nothing_is_saved_while_no_loss_is_finite(tmp_path: Path) -> None:
 def test_one_bad_batch_does_not_keep_an_epoch_from_being_saved(tmp_path: Path) -> None:
     y = Y.clone()
     y[:10] = -100
-    with pytest.warns(UserWarning, match="the loss of step 0 is nan"):
+    with pytest.warns(UserWarning, match="the loss of step 1 is nan"):
         fit(training(), batches((X, y), 10, shuffle=False), epochs=1, checkpoints=tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["000001-step-4"]
 
@@ -97,7 +97,7 @@ def test_a_loop_of_ones_own_is_warned_once_by_step_number() -> None:
         for k in range(2 * STEPS_PER_READING):
             step((X if k < 2 else poisoned(), Y))
 
-    with pytest.warns(UserWarning, match=r"the loss of step 2 is nan.*Plan\(nonfinite='raise'\)") as told:
+    with pytest.warns(UserWarning, match=r"the loss of step 3 is nan.*Plan\(nonfinite='raise'\)") as told:
         loop()
     assert len(told) == 1
     assert step.nonfinite_losses == 2 * STEPS_PER_READING - 2

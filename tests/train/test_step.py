@@ -197,7 +197,7 @@ def test_a_step_with_nan_is_skipped_and_counted(plan: Plan) -> None:
 def test_a_step_with_nan_is_raised_by_number_with_the_weights_as_they_were() -> None:
     ours, theirs = net(), net()
     by_hand(theirs, data()[:2])
-    with pytest.raises(NumericsError, match="gradient of step 2 is not finite"):
+    with pytest.raises(NumericsError, match="gradient of step 3 is not finite"):
         with_step(ours, poisoned(), Plan(nonfinite="raise"))
     assert_same(ours, theirs, 0.0)
 

@@ -123,7 +123,7 @@ def test_pairs_go_on_where_they_stopped() -> None:
 
 
 def test_warm_up_without_a_candidate() -> None:
-    spent, usual = warm_up(Arm(Pretended(0.01, first=1.0)), PACE, None)  # type: ignore[arg-type]
+    spent, usual = warm_up(Arm(Pretended(0.01, first=1.0)), PACE)  # type: ignore[arg-type]
     assert spent == pytest.approx(1.0, rel=0.01)
     assert usual == pytest.approx(0.01, rel=0.01)
 

@@ -70,9 +70,9 @@ def _of_tokenizer(found: Mapping[str, object], mask: object) -> tuple[object, ob
 def _several(prompts: object) -> list[object]:
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, torch.Tensor):
+    if isinstance(prompts, torch.Tensor) and prompts.dim() > 0:
         return [prompts] if prompts.dim() == 1 else list(prompts)
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, torch.Tensor):
         raise _wrong_type("the prompts are", prompts)
     held = list(prompts)
     alone = held and all(_is_id(one) for one in held)

@@ -73,7 +73,10 @@ class RoundedLinear(nn.Linear):
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bits == 8:  # whole numbers up to 127 are exact in every dtype: scaled after the product, they stay so
+        if self.bits == 8 and x.dtype == torch.float16:  # sums of whole numbers would pass its largest, 65,504
+            weight = (self.values * self.scales[:, None]).to(x.dtype)
+            return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+        if self.bits == 8:  # whole numbers up to 127 are exact in the other dtypes: scaled after the product
             y, scales = nn.functional.linear(x, self.values.to(x.dtype)), self.scales.to(x.dtype)
             return y * scales if self.bias is None else torch.addcmul(self.bias.to(x.dtype), y, scales)
         levels = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1).to(torch.int8) - 8

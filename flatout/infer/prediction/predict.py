@@ -69,7 +69,8 @@ def predict(
     the CPU, in the dtype of the model's weights. The model itself is not changed: a copy runs, as the plan says.
 
     plan: precision, weights, activations, batching, batch_tokens (2048 on a CPU, 16384 on a GPU), memory_format,
-    fold_batch_norm, compile, threads; others are refused (`plan.part_for("predict")` drops them). batch_size: of inputs of fixed size (32).
+    fold_batch_norm, compile, threads; others are refused (`plan.part_for("predict")` drops them). batch_size: of inputs
+    of fixed size (32).
     look_ahead: the most inputs held in memory with their outputs (4096, and no more than 16 batches' tokens, or 2
     batches of inputs of fixed size).
     check_finite: an output with inf or NaN counts as failed. on_error: "mark" puts a `Failed` in the place of a
@@ -127,7 +128,7 @@ class Predictor:
         `progress`: with a bar on the terminal's stderr; `total`: how many inputs there are, if they do not say.
         """
         _check_inputs(inputs)
-        iterable = hasattr(inputs, "__iter__")
+        iterable = hasattr(inputs, "__iter__") and getattr(inputs, "ndim", 1) != 0
         if isinstance(inputs, str | bytes) or not (iterable or _is_map_style(inputs)):
             limit = "predict takes an iterable of inputs, each without a batch dimension"
             raise UsageError(f"inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")

@@ -125,7 +125,10 @@ class TrialDied(TrialError):
         """'SIGKILL (out of memory?)'; '' where it exited by itself."""
         if self.code >= 0:
             return ""
-        name = signal.Signals(-self.code).name
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:  # a real-time signal has none
+            return f"signal {-self.code}"
         return name + (" (out of memory?)" if name == "SIGKILL" else "")
 
 

@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import NoReturn, TextIO
 
-from flatout.script.entry import Target, execute
+from flatout.script.entry import Target, execute, failure_of_script, traceback_of_script
 from flatout.script.trial.isolated_child import Answer, ended_answer
 from flatout.script.trial.session import Session
 
@@ -33,7 +33,6 @@ class CommandedRank:
         self.target = target
         self._folder, self._number, self._owner = folder, number, os.getpid()
         self._ended = False
-        self._error = ""
 
     # Their parent holds both ends of each pipe, so nobody who opens one waits.
 
@@ -71,9 +70,10 @@ class CommandedRank:
     def run(self, session: Session, end: Callable[[int], int] = lambda status: status) -> int:
         """The script, to its end; the exit status of the rank. end: what this process still does, given the script's
         status, and returns the rank's."""
-        sys.excepthook = self._failed
         status = execute(self.target)
-        if self._error:  # first, as this process is ended once another rank has learned of it and left
+        if (
+            failure_of_script() is not None
+        ):  # first, as this process is ended once another rank has learned of it and left
             self._write_end(session, status)
             return end(status)
         status = end(status)
@@ -93,13 +93,10 @@ class CommandedRank:
         if (found := session.ended()) is not None:
             self.write(found)
         watch = session.watch
-        self.write(ended_answer(status, self._error, steps=watch.steps, script_steps=watch.finder.steps))
-
-    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._error = "".join(traceback.format_exception(kind, error, trace))
-        sys.stderr.write(self._error)
+        self.write(ended_answer(status, traceback_of_script(), steps=watch.steps, script_steps=watch.finder.steps))
 
     def _leave(self, status: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may have closed or replaced it
+                stream.flush()
         os._exit(status)

@@ -7,10 +7,12 @@ in `_ask`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.plan_choices import ChoiceValue
@@ -28,6 +30,40 @@ COMPILE_ALLOWANCE_SECONDS = 900.0
 DESCRIBE_SECONDS = 300.0
 WORK_STEPS, PEAK_FACTOR, NUMERICS_FACTOR = 60, 20, 3
 """A step that is followed or recorded takes up to as long as so many."""
+
+
+COMPUTING_TIMES, COMPUTING_SHARE = 10.0, 0.25
+"""A process that computes for this share of its patience may go on, up to so many times as long: it evaluates."""
+
+
+class Patience:
+    """How long an answer is awaited before a process counts as hanging: one that computes meanwhile gets more time."""
+
+    def __init__(self, seconds: float, computed: Callable[[], float] | None) -> None:
+        """computed: CPU seconds of the process so far; None: it gets no more time."""
+        self._seconds, self._computed = seconds, computed
+        self._began = time.monotonic()
+        self._end, self._latest = self._began + seconds, self._began + COMPUTING_TIMES * seconds
+        self._seen = 0.0 if computed is None else computed()
+
+    @property
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    @property
+    def waited_seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def is_over(self) -> bool:
+        if self.seconds_left > 0:
+            return False
+        if self._computed is None or time.monotonic() > self._latest:
+            return True
+        before, self._seen = self._seen, self._computed()
+        if self._seen - before < COMPUTING_SHARE * self._seconds:
+            return True
+        self._end = time.monotonic() + self._seconds
+        return False
 
 
 class CommandedTrial:
@@ -103,8 +139,11 @@ class CommandedTrial:
     def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer:
         """What `request.steps` steps computed under these levers; fewer, with 'ended', where the script ends first."""
         command: Command = {"do": "numerics", "levers": as_json(choices), "request": asdict(request)}
-        answer: NumericsAnswer = self._ask(command, self._patience(NUMERICS_FACTOR * request.steps, choices))
-        return answer
+        answer = self._ask(command, self._patience(NUMERICS_FACTOR * request.steps, choices))
+        off = {name: reason for name, _, reason in answer.get("rolled_back", ())}
+        raise_if_off({one: off[one.lever.name] for one in (*self.choices, *choices) if one.lever.name in off})
+        found: NumericsAnswer = answer
+        return found
 
     def _patience(self, steps: int, choices: Sequence[Choice]) -> float:
         """How long a command may take before the trial counts as hanging."""
@@ -113,6 +152,12 @@ class CommandedTrial:
         expected = HANG_FACTOR * self.expected_step_seconds * steps
         compiles = any(choice.lever.compiles for choice in (*self.choices, *choices))
         return max(self.setup.hang_floor_seconds, expected) + COMPILE_ALLOWANCE_SECONDS * compiles
+
+
+def raise_if_off(reasons: Mapping[Choice, str]) -> None:
+    """Numbers say nothing of levers that were not on. reasons: why, of each such choice."""
+    if reasons:
+        raise TrialError("; ".join(f"{choice.label} {reason}" for choice, reason in reasons.items()))
 
 
 def as_json(choices: Sequence[Choice]) -> list[list[ChoiceValue]]:

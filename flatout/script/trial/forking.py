@@ -70,7 +70,15 @@ class ForkPoint:
         own = {self._commands, self._child.answers_descriptor}
         if self._socket is not None:
             own.add(self._socket.fileno())
-        return _children() or _gpu() or _memory() or _shared_memory() or _descriptors(own) or self._threads()
+        return (
+            _no_exit_codes()
+            or _children()
+            or _gpu()
+            or _memory()
+            or _shared_memory()
+            or _descriptors(own)
+            or self._threads()
+        )
 
     def fork(self) -> Callable[[], str] | None:
         assert self._socket is not None
@@ -171,6 +179,12 @@ def _is_of_levers() -> bool:
         if name.partition(".")[0] not in {"flatout", *sys.stdlib_module_names}:  # what the others do is asked of them
             return False
     return False
+
+
+def _no_exit_codes() -> str:
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        return "it ignores SIGCHLD, so that nothing learns how a fork ends"
+    return ""
 
 
 def _children() -> str:

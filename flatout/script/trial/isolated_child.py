@@ -19,11 +19,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from flatout.errors import FlatoutError
-from flatout.script.entry import Target, execute
+from flatout.script.entry import Target, execute, failure_of_script, traceback_of_script
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.patches import ImportWatch
 from flatout.script.trial.messages import TrialConfig
@@ -74,8 +74,6 @@ class IsolatedChild:
         """The script's process; others end without an answer, such as a loader's workers."""
         given = config["target"]
         self.target = Target(path=given["path"], module=given["module"], arguments=tuple(given["arguments"]))
-        self._error, self._note = "", ""
-        """The script's own traceback where it failed, and what about the trial may have made it fail."""
 
     @property
     def answers_descriptor(self) -> int:
@@ -162,7 +160,6 @@ class IsolatedChild:
 
         observer.install()
         os._exit = left_at_once
-        sys.excepthook = self._failed
         try:
             status = execute(self.target)
         except KeyboardInterrupt:
@@ -180,12 +177,9 @@ class IsolatedChild:
             self.write(found)
         watch = observer.watch
         steps, script_steps = watch.steps, watch.finder.steps
-        self.finish(ended_answer(status, self._error, steps=steps, script_steps=script_steps, note=self._note))
-
-    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._note = explain_failure(error, self.isolation)
-        self._error = "".join(traceback.format_exception(kind, error, trace))
-        sys.stderr.write(self._error)
+        failure = failure_of_script()
+        note = "" if failure is None else explain_failure(failure, self.isolation)
+        self.finish(ended_answer(status, traceback_of_script(), steps=steps, script_steps=script_steps, note=note))
 
     def _fault(self, error: Exception) -> NoReturn:
         traceback.print_exc()

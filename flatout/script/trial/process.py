@@ -44,7 +44,7 @@ from flatout.script.trial.answers import (
     TrialSettled,
     TrialStopped,
 )
-from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, as_json
+from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, Patience, as_json
 from flatout.script.trial.forked import KILLED, ForkOfTrial
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent
@@ -347,12 +347,13 @@ class TrialProcess(CommandedTrial):
     def _close_descriptors(self) -> None:
         if self._forks is not None:
             self._forks.close()
-        for descriptor in (self._command_write, self._answer_read, self._terminal):
-            if descriptor is None:
-                continue
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        descriptors = self._command_write, self._answer_read, self._terminal
+        self._command_write = self._answer_read = -1  # their numbers may soon be those of others
         self._terminal = None
+        for descriptor in descriptors:
+            if descriptor is not None and descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
 
     def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()
@@ -397,7 +398,7 @@ class TrialProcess(CommandedTrial):
         return answer
 
     def _answer(self, timeout_seconds: float, *, starting: bool = False) -> Any:  # JSON
-        line = self._read_line(timeout_seconds, interruptible=self.interruptible and not starting)
+        line = self._read_line(timeout_seconds, starting=starting)
         answer = json.loads(line)
         if answer["event"] == "ended":
             told = answer["status"], answer["error"], answer["steps"], answer.get("note", "")
@@ -410,11 +411,19 @@ class TrialProcess(CommandedTrial):
             raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
         return answer
 
-    def _read_line(self, timeout_seconds: float, *, interruptible: bool) -> bytes:
-        end = time.monotonic() + timeout_seconds
+    def _computed_seconds(self) -> float:
+        """CPU time so far; of a fork, that of the process that it comes from with all its forks."""
+        process = self._process
+        if isinstance(process, ForkOfTrial):
+            process = None if self._parent is None else self._parent._process
+        return 0.0 if process is None or isinstance(process, ForkOfTrial) else cpu_seconds(process.pid)
+
+    def _read_line(self, timeout_seconds: float, *, starting: bool) -> bytes:
+        interruptible = self.interruptible and not starting
+        awaited = Patience(timeout_seconds, None if starting else self._computed_seconds)
         gone = False
         while b"\n" not in self._buffer:
-            patience = end - time.monotonic()
+            patience = awaited.seconds_left
             if self.deadline is not None and interruptible:
                 patience = min(patience, self.deadline.grace_seconds_left)
             ready, _, _ = select.select([self._answer_read], [], [], min(max(0.0, patience), STOP_POLL_SECONDS))
@@ -428,8 +437,8 @@ class TrialProcess(CommandedTrial):
             if not chunk and (ready or gone):  # gone: processes that outlive it may hold the pipe open
                 assert self._process is not None
                 raise TrialDied(self._process.wait())
-            if not ready and patience <= STOP_POLL_SECONDS:
-                raise TrialHangs(timeout_seconds)
+            if not ready and awaited.is_over():
+                raise TrialHangs(awaited.waited_seconds)
             gone = not ready and not self.alive
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
-from flatout.script.entry import execute
+from flatout.script.entry import execute, traceback_of_script
 from flatout.script.following import follow_children, follow_here
 from flatout.script.trial.isolated_child import ended_answer
 from flatout.script.trial.rank_child import rank_settings
@@ -23,20 +21,13 @@ END = "script-end.json"
 
 def main(arguments: Sequence[str]) -> int:
     """arguments: the folder of the trial."""
-    folder, error = Path(arguments[0]), ""
-
-    def failed(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        nonlocal error
-        error = "".join(traceback.format_exception(kind, raised, trace))
-        sys.stderr.write(error)
-
-    sys.excepthook = failed
+    folder = Path(arguments[0])
     _, target = rank_settings(folder)
     follow_children(folder)
     follow_here(folder)
     status = execute(target)
     with written_whole(folder / END, durable=False) as temporary:
-        temporary.write_text(json.dumps(ended_answer(status, error)), encoding="utf-8")
+        temporary.write_text(json.dumps(ended_answer(status, traceback_of_script())), encoding="utf-8")
     return status
 
 

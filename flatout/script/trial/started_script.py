@@ -12,6 +12,7 @@ has written to files that the next would find, each trial starts the script.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,7 +75,10 @@ class StartedScript:
         return None if self.obstacle else self._processes.get(_before_first_step(choices))
 
     def may_take(self, choices: Sequence[Choice]) -> bool:
-        """Could the process of a trial with these choices wait for others to be forked from it?"""
+        """Could the process of a trial with these choices wait for others to be forked from it? One with a choice that
+        cannot be turned off again could not: a fork without it would have it."""
+        if any(choice.lever.switch == "once" for choice in choices):
+            return False
         key = _before_first_step(choices)
         return not (self.obstacle or key in self._asked)
 
@@ -100,9 +104,10 @@ class StartedScript:
     def close(self) -> None:
         """Ends all that were forked, too."""
         self.obstacle = self.obstacle or "it was closed"
-        for process in self._processes.values():
-            process.close()
-        self._processes.clear()
+        with contextlib.ExitStack() as closing:  # all of them, also where closing one fails
+            for process in self._processes.values():
+                closing.callback(process.close)
+            self._processes = {}
 
 
 def _before_first_step(choices: Sequence[Choice]) -> Key:

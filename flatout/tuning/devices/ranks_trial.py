@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
-from flatout.script.isolation import cleanup
 from flatout.script.replicas.refusal import refusal_of
 from flatout.script.replicas.settings import SCRATCH, Settings
 from flatout.script.replicas.starting import write_settings
@@ -60,8 +60,5 @@ class RanksTrial(RankGroup):
         found = refusal_of(self.folder)
         return None if found is None else RanksRefused(found.what, limit=found.limit, remedy=found.remedy)
 
-    def close(self) -> None:
-        """And remove the scratch of the ranks."""
-        super().close()
-        for rank in range(self.count):
-            cleanup(self.folder / f"{SCRATCH}{rank}")
+    def scratch(self) -> Sequence[Path]:
+        return [self.folder / f"{SCRATCH}{rank}" for rank in range(self.count)]

@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
+from flatout.script.isolation import cleanup
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
 from flatout.script.trial.commanded_rank import ANSWERS, COMMANDS
-from flatout.script.trial.commands import CommandedTrial
+from flatout.script.trial.commands import CommandedTrial, Patience
 from flatout.script.trial.messages import Command
 from flatout.script.trial.process import START_TIMEOUT_SECONDS, STOP_POLL_SECONDS, cpu_seconds
 from flatout.script.trial.setup import TrialSetup
@@ -45,6 +46,7 @@ class RankGroup(CommandedTrial):
         self.ready: Sequence[Any] = ()  # JSON
         """What each rank said at the end of its first step."""
         self._job: RanksJob | None = None
+        self._spawned = False
         self._spawned_at = 0.0
         self._commands: list[int] = []
         self._answers: list[int] = []
@@ -61,6 +63,10 @@ class RankGroup(CommandedTrial):
         """Why the ranks did not go on, where they ended without an error of the script; None: they do not say."""
         return None
 
+    def scratch(self) -> Sequence[Path]:
+        """Folders of the ranks, in `folder`, that are removed once they have ended."""
+        return ()
+
     def check(self, answer: Any) -> None:  # JSON
         """Raise where this answer of a rank shows that the others need not be awaited."""
 
@@ -71,6 +77,7 @@ class RankGroup(CommandedTrial):
     def spawn(self) -> None:
         """Begin to start without waiting; `start` must follow."""
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
+        self._spawned = True
         request = self.prepare()
         self._commands = [_pipe(self.folder / f"{COMMANDS}{rank}") for rank in range(self.count)]
         self._answers = [_pipe(self.folder / f"{ANSWERS}{rank}") for rank in range(self.count)]
@@ -91,14 +98,15 @@ class RankGroup(CommandedTrial):
         self.waiting_seconds = max(0.0, self.start_seconds - cpu_seconds(self._job.pid))
 
     def close(self) -> None:
-        """End the ranks and whatever they started. The log stays."""
-        if self._job is None:
-            return
-        self._job.close()
+        """End the ranks and whatever they started, and remove their scratch. The log stays."""
+        if self._job is not None:
+            self._job.close()
         for pipe in (*self._commands, *self._answers):
             with contextlib.suppress(OSError):
                 os.close(pipe)
         self._job, self._commands, self._answers = None, [], []
+        for scratch in self.scratch() if self._spawned else ():
+            cleanup(scratch)
 
     def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
         for rank in reversed(range(self.count)):  # the first rank, which takes the time, begins last
@@ -107,13 +115,13 @@ class RankGroup(CommandedTrial):
 
     def _answered(self, timeout_seconds: float, *, interruptible: bool) -> list[Any]:  # JSON
         """One answer of each rank. Raises where a rank has ended, or does not answer."""
-        until = time.monotonic() + timeout_seconds
+        patience = Patience(timeout_seconds, self._computed_seconds if self.ready else None)
         found: dict[int, Any] = {}
         while len(found) < self.count:
             missing = [rank for rank in range(self.count) if rank not in found]
-            arrived = self._read(until, missing, interruptible=interruptible)
-            if not arrived and time.monotonic() > until:
-                raise TrialHangs(timeout_seconds)
+            arrived = self._read(patience.seconds_left, missing, interruptible=interruptible)
+            if not arrived and patience.is_over():
+                raise TrialHangs(patience.waited_seconds)
             for rank, answer in arrived:
                 self.check(answer)
                 found[rank] = answer
@@ -124,10 +132,12 @@ class RankGroup(CommandedTrial):
                 self._explain_end(ended)
         return [found[rank] for rank in range(self.count)]
 
-    def _read(self, until: float, missing: Sequence[int], *, interruptible: bool) -> list[tuple[int, Any]]:
-        """What has arrived from these ranks within a moment."""
+    def _computed_seconds(self) -> float:
+        return 0.0 if self._job is None else cpu_seconds(self._job.pid)
+
+    def _read(self, left: float, missing: Sequence[int], *, interruptible: bool) -> list[tuple[int, Any]]:
+        """What has arrived from these ranks within a moment. left: seconds of patience."""
         assert self._job is not None
-        left = until - time.monotonic()
         patience = min(left, self.deadline.grace_seconds_left) if self.deadline and interruptible else left
         pipes = [self._answers[rank] for rank in missing]
         alive = self._job.alive  # before we look: what a rank wrote before its end is there

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from flatout.errors import ScriptError
 from flatout.levers.lever import Choice, Lever
-from flatout.script.isolation import cleanup
 from flatout.script.trial.answers import TrialHangs
 from flatout.script.trial.commands import as_json
 from flatout.script.trial.process import START_TIMEOUT_SECONDS
@@ -132,9 +131,8 @@ class ScriptRanksTrial(RankGroup):
             remedy="a script for one process is tuned without --nproc-per-node; on several devices: --devices",
         )
 
-    def close(self) -> None:
-        super().close()
-        cleanup(self.folder / SCRATCH)
+    def scratch(self) -> Sequence[Path]:
+        return (self.folder / SCRATCH,)
 
 
 class OwnRanksTrial(ScriptRanksTrial):
