@@ -68,6 +68,8 @@ def test_an_environment_that_a_script_gives_a_process_is_followed_once() -> None
     assert found == {"PATH": "/bin", "PYTHONPATH": "/hook:/mine", environment.FOLLOWED_INTO: "/records"}
     assert environment.with_following(found, "/hook", "/records") == found
     assert environment.with_following({}, "/hook", "/records")["PYTHONPATH"] == "/hook"
+    here = environment.with_following({"PYTHONPATH": ":/libs"}, "/hook", "/records")
+    assert here["PYTHONPATH"] == "/hook::/libs"  # an empty entry is the current folder
 
 
 @pytest.mark.parametrize("text", [None, "2"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,29 @@ def test_what_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(FileNotFoundError), written_whole(tmp_path / "missing" / "found.json"):
         pass
+
+
+def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    kept, link = tmp_path / "there" / "found.json", tmp_path / "link.json"
+    kept.write_text("before")
+    link.symlink_to(kept)
+    with written_whole(link) as temporary:
+        temporary.write_text("now")
+    assert link.is_symlink()
+    assert kept.read_text() == "now"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with written_whole(pipe, durable=False) as path:
+        path.write_text("through it")
+    assert os.read(reader, 100) == b"through it"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    with written_whole(Path(os.devnull)) as path:
+        path.write_text("gone")
+    assert not Path(os.devnull).is_file()

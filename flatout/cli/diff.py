@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +46,7 @@ def diff(
         sys.stdout.flush()
         _print(written)
     else:
-        print(f"saved {out}      next: patch -p1 < {out}")
+        print(f"saved {out}      next: patch -p1 < {shlex.quote(str(out))}")
     return 0 if found.files else 1
 
 

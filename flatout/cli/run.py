@@ -1,6 +1,7 @@
 """flatout run: the user's script in this very process, as the plan says, with what was seen of it at the end.
 
-Nothing is printed unless both output streams are a terminal: a pipe gets the script's own bytes and no others.
+Without a terminal a pipe gets the script's own stdout and no other bytes; what a plan cannot do, and how to run without
+it where the script fails, is said on stderr.
 """
 
 from __future__ import annotations

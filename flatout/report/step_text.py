@@ -41,7 +41,9 @@ def share_of_ceiling(
     if device is not None and device != ceilings.device:
         return None, f"unknown, because the ceilings of {ceilings.device} were measured, and the steps ran on {device}"
     best = ceilings.best_gemm()
-    if not flops or not step_seconds or best is None:
+    if not step_seconds:
+        return None, "unknown, because no step was timed"
+    if not flops or best is None:
         return None, "unknown, because no matrix products were counted"
     name, peak = best
     return flops / step_seconds / peak.value, f"{name} ceiling ({format_rate(peak.value, peak.unit)})"

@@ -15,8 +15,7 @@ import importlib.machinery
 import os
 import runpy
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +28,6 @@ RUNPY_AND_ITS_OWN = ("runpy", "types", "contextlib", "warnings", "importlib.mach
 """What Python has imported before `python -m` runs a module's first line."""
 
 _replaced: list[ModuleType] = []
-_failures: list[BaseException] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +98,11 @@ class Target:
             raise ScriptError(f"{self.path} is not Python source: {error}") from None
 
 
-def execute(target: Target) -> int:
+def execute(target: Target, failed: Callable[[BaseException], object] = lambda error: None) -> int:
     """Run `target` as `__main__` in this process. Returns the exit status that Python would have had.
+
+    failed: called with the exception that ends it, whatever hook the script shows it by: one that nobody caught, or one
+    in whose handler it exits with a status other than 0.
 
     An uncaught exception goes to `sys.excepthook` with our own frames removed. `KeyboardInterrupt` is re-raised, so
     that the caller can die of the signal as Python does. A module that is not there raises UsageError.
@@ -120,7 +121,7 @@ def execute(target: Target) -> int:
     except SystemExit as stop:
         status = _status_of(stop)
         if status != 0 and stop.__context__ is not None:
-            _failures.append(stop.__context__)
+            failed(own_frames_removed(stop.__context__))
         return status
     except (KeyboardInterrupt, _NotThere):
         raise
@@ -128,25 +129,13 @@ def execute(target: Target) -> int:
         uncaught = error
     else:
         return 0
+    failed(own_frames_removed(uncaught))
     return show_uncaught(uncaught)  # out here: what a hook may raise has no context, as in Python
-
-
-def failure_of_script() -> BaseException | None:
-    """The exception that has ended the script: one that nobody caught, whatever hook the script shows it by; or one in
-    whose handler it exited with a status other than 0. None: it came to its end."""
-    return _failures[-1] if _failures else None
-
-
-def traceback_of_script() -> str:
-    """Of that exception; '' without one."""
-    error = failure_of_script()
-    return "" if error is None else "".join(traceback.format_exception(own_frames_removed(error)))
 
 
 def show_uncaught(error: BaseException) -> int:
     """What Python does with an uncaught exception; returns the exit status."""
     own_frames_removed(error)
-    _failures.append(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error

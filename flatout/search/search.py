@@ -38,7 +38,7 @@ UNDECIDED_FROM = 1.01
 """Speedup from which a change that was dropped as not significant is retried, if there is time."""
 MUCH_SLOWER = 0.8
 """Speedup below which a change is not worth a second trial together with another one."""
-STOPPING = "stopping the search; what was found so far is checked (Ctrl-C again: end without a plan)"
+STOPPING = "ending; what was found so far is checked first (Ctrl-C again: end without a plan)"
 LEAST_MORE = 1.25
 """Times the budget that was too short, at least."""
 SEARCH_SHARE = 0.5

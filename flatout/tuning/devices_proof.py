@@ -121,7 +121,10 @@ def _with_seeds(proof: DevicesProof, target: Target, settings: Settings, progres
 
     runs = [(losses(1, seed), losses(proof.devices, seed)) for seed in range(SEEDS)]
     plains, shared = [plain for plain, _ in runs], [other for _, other in runs]
-    if all(run.stays_finite() for run in plains) and not all(run.stays_finite() for run in shared):
+    if not all(run.stays_finite() for run in plains):
+        reason = "its numbers become infinite or NaN on one device"
+        return replace(proof, verdict="not comparable", reason=reason)
+    if not all(run.stays_finite() for run in shared):
         return replace(proof, verdict="different", reason="its numbers become infinite or NaN on several devices")
     found = levels.paired_difference(plains, shared)
     if found is None:

@@ -226,7 +226,10 @@ def drifts(plain: Numerics, coarse: Numerics, free: Numerics) -> str | None:
     found = late_differences(plain, free)
     if not found:
         return f"there are not {LEAST_LOSSES} losses to compare, and the gradients differ by more than rounding"
-    for stream, own in zip(found, late_differences(plain, coarse) or [[0.0]] * len(found), strict=True):
+    moved = late_differences(plain, coarse)
+    if len(moved) != len(found):  # losses that were not finite in it explain nothing
+        moved = [[0.0]] * len(found)
+    for stream, own in zip(found, moved, strict=True):
         spread = math.sqrt(sum(value**2 for value in own) / len(own))
         mean = sum(stream) / len(stream)
         if abs(mean) > max(REDUCED_DRIFT_LIMIT, 3 * spread):

@@ -110,6 +110,9 @@ def test_claims_are_chosen_by_name_and_none_measured_is_a_failure(
         (["claims", "--rounds", "3"], "--rounds is for the table"),
         (["claims", "--budget", "3m"], "--budget is for the table"),
         (["--device", "cuda:9"], "cuda:9"),
+        (["show", "a.json", "--json"], "--json with show"),
+        (["show", "a.json", "--quick"], "--quick with show"),
+        (["--out", "missing/table.json"], "there is no folder"),
     ],
 )
 def test_a_slip_is_explained(
@@ -129,3 +132,16 @@ def test_other_documents_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFix
     assert "holds a 'run'" in capsys.readouterr().err
     assert main(["bench", "show", str(broken)]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_names_in_a_file_do_not_drive_the_terminal(
+    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "table.json"
+    assert main(["bench", "--device", "cpu", "--only", "resnet50", "--out", str(saved)]) == 0
+    saved.write_text(saved.read_text().replace("ResNet-50 training", "ResNet\\u001b[2J-50 training"))
+    capsys.readouterr()
+    assert main(["bench", "show", str(saved)]) == 0
+    shown = capsys.readouterr().out
+    assert "ResNet[2J-50 training" in shown
+    assert "\x1b" not in shown

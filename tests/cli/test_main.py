@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -125,3 +127,20 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it takes a shell of Unix")
+def test_closed_streams_are_no_error(tmp_path: Path) -> None:
+    command = f'"{sys.executable}" -m flatout clean --dry-run'
+    environment = {**os.environ, "FLATOUT_CACHE_DIR": str(tmp_path)}
+    for closed in (">&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        assert subprocess.run(f"{command} {closed}", shell=True, env=environment).returncode == 0
+
+
+def test_what_an_encoding_lacks_is_an_escape() -> None:
+    program = "from flatout.__main__ import _verb; import flatout.cli.main as m; " + (
+        "m.main = lambda arguments: print('x1.5 \\u00b1 0.1') or 0; _verb([])"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "x1.5 \\xb1 0.1\n")

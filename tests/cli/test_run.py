@@ -321,6 +321,22 @@ def test_a_report_that_cannot_be_is_refused_first(run: Run, place: str) -> None:
     assert refused.stderr.startswith("error: cannot write /")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--no-plan", "--plan", "p.toml"], "--plan with --no-plan"),
+        (["--no-plan", "--without", "compile"], "--without with --no-plan"),
+        (["--check-deterministic", "--report", "x.json"], "--report with --check-deterministic"),
+        (["--check-deterministic", "--serve"], "--serve with --check-deterministic"),
+        (["--devices", "2", "--device", "cpu", "--prove", "--deterministic"], "--deterministic with --prove"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(run: Run, options: list[str], said: str) -> None:
+    refused = run("print('started')", *options)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"error: {said}")
+
+
 def test_where_the_report_goes(run: Run, tmp_path: Path) -> None:
     run("import os; os.mkdir('elsewhere'); os.chdir('elsewhere')", "--report", "r.json")
     assert document(tmp_path, "r.json")["steps"] == 0

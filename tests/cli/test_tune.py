@@ -48,6 +48,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["--exactness", "perhaps", "train.py"], 2, "not one of 'bit-identical', 'rounding', 'reduced'"),
         (["--steps", "0", "train.py"], 2, "at least 1"),
         (["--out", "nowhere", "train.py"], 2, "cannot write to"),
+        (["--logs", "train.py", "train.py"], 2, "logs cannot be kept in train.py"),
         (["--fit", "small", "train.py"], 2, "'small' is not a size"),
         (["--devices", "0", "train.py"], 2, "--devices is '0'; it is a number from 1"),
         (["--devices", "1000", "train.py"], 2, "--devices is 1000, and "),

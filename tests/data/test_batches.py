@@ -13,7 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from flatout.data.batches import batches
 from flatout.data.workers import Pacing
@@ -331,3 +340,74 @@ def test_a_stream_that_is_shorter_than_where_it_stood_is_refused() -> None:
     source.load_state_dict({"epoch": 0, "position": 4})
     assert list(source) == []  # the epoch's end
     assert source.epoch == 1
+
+
+def test_a_collate_function_gets_the_rows_of_an_array() -> None:
+    def scaled(rows: list[Any]) -> Any:
+        return torch.stack([torch.as_tensor(row) for row in rows]).float() / 2
+
+    loader = DataLoader(NUMBERS, 50, collate_fn=scaled)  # type: ignore[arg-type]
+    for source in (batches(loader), batches(NUMBERS, 50, shuffle=False, collate_fn=scaled)):
+        assert seen(source)[0] == (NUMBERS[:50] / 2).tolist()
+    numbers = batches(NUMBERS.numpy(), 50, shuffle=False, collate_fn=scaled)
+    assert seen(numbers)[0] == (NUMBERS[:50] / 2).tolist()
+    with pytest.raises(UsageError, match="collate_fn is given with columns"):
+        batches((NUMBERS, NUMBERS), 10, collate_fn=scaled)
+
+
+@dataclass
+class Halved(Dataset[Any]):
+    x: Any
+    other: Any
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] / 2
+
+
+def test_a_data_set_that_is_a_dataclass_makes_its_samples() -> None:
+    data = Halved(NUMBERS, torch.zeros(3))
+    for source in (batches(data, 103, shuffle=False), batches(DataLoader(data, 103))):
+        assert seen(source) == [(NUMBERS / 2).tolist()]
+
+
+def test_samples_of_a_loader_without_batches_are_stacked() -> None:
+    pairs = [(torch.tensor([float(i)]), i) for i in range(10)]
+    loader = DataLoader(pairs, batch_size=None)  # type: ignore[arg-type]
+    x, y = next(iter(batches(loader, 4, shuffle=False)))
+    assert (x.shape, y.tolist()) == ((4, 1), [0, 1, 2, 3])
+
+
+def test_an_iterator_goes_on_where_a_loop_left_it() -> None:
+    source = batches(iter(range(50)), 10)
+    for batch in source:
+        if 25 in batch:
+            break
+    assert (source.position, seen(source)) == (30, [[*range(30, 40)], [*range(40, 50)]])
+    assert (source.epoch, source.position) == (1, 0)
+    with pytest.raises(UsageError, match="an iterator is exhausted"):
+        seen(source)
+    again = batches(iter(range(50)), 10)
+    again.load_state_dict({"epoch": 0, "position": 20})  # in a new process it is read up to there
+    assert seen(again)[0] == [*range(20, 30)]
+    left = batches(iter(range(50)), 10)
+    next(iter(left))
+    left.load_state_dict({"epoch": 0, "position": 0})
+    with pytest.raises(UsageError, match="10 samples of the iterator were read already"):
+        seen(left)
+
+
+def test_a_batch_sampler_says_whether_samples_are_shuffled() -> None:
+    class Own(BatchSampler):
+        pass
+
+    def loader(kind: type[BatchSampler]) -> Any:
+        return DataLoader(TensorDataset(NUMBERS), batch_sampler=kind(RandomSampler(range(103)), 8, drop_last=False))
+
+    orders = {tuple(next(iter(batches(loader(BatchSampler), 50, seed=seed)))[0].tolist()) for seed in range(3)}
+    assert len(orders) == 3
+    with pytest.raises(UsageError, match="batch sampler"):
+        batches(loader(Own), 50)
+    assert next(iter(batches(loader(Own), 3, shuffle=False)))[0].tolist() == [0, 1, 2]

@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from flatout.data.nested import batch_length, map_tensors, slice_batch, split_batch, tensors_in, to_device
+from flatout.data.nested import (
+    _moves_itself,
+    batch_length,
+    map_leaves,
+    map_tensors,
+    slice_batch,
+    split_batch,
+    tensors_in,
+    to_device,
+)
 from flatout.errors import UsageError
 
 Point = namedtuple("Point", "x y")
@@ -64,3 +74,12 @@ def test_a_move_keeps_the_nest_and_the_original() -> None:
 def test_a_batch_without_one_length_is_refused(batch: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         batch_length(batch)
+
+
+def test_a_packed_sequence_moves_as_one() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    moved = to_device((packed, {"y": torch.zeros(2)}), "cpu")[0]
+    assert type(moved) is type(packed)
+    assert (moved.data.device.type, moved.batch_sizes.tolist()) == ("cpu", [2, 1, 1])
+    meta = map_leaves(lambda leaf: leaf.to("meta"), packed, _moves_itself)
+    assert (meta.data.device.type, meta.batch_sizes.device.type) == ("meta", "cpu")

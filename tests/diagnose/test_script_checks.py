@@ -585,13 +585,23 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
                     compiled=CompileSeen(frames=9, versions_of_one=8, compiled_in_window=6, seconds_in_window=2.0)
                 )
             ),
+            facts(
+                behaviour=behaviour(
+                    compiled=CompileSeen(frames=9, versions_of_one=2, compiled_in_window=3, seconds_in_window=2.0)
+                )
+            ),
         ],
         [
+            facts(
+                behaviour=behaviour(  # a first evaluation, of a model in several graphs
+                    compiled=CompileSeen(frames=6, versions_of_one=1, compiled_in_window=3, seconds_in_window=2.0)
+                )
+            ),
             facts(
                 behaviour=behaviour(
                     compiled=CompileSeen(frames=3, versions_of_one=2, compiled_in_window=1, seconds_in_window=0.5)
                 )
-            )
+            ),
         ],
     ),
     "graph-breaks": (
@@ -837,3 +847,11 @@ def test_operators_that_took_longer_than_a_plain_step_are_compared_with_it_in_pr
     assert profile().at_plain_speed() == profile()
     assert SLOW_STEPS.profile is not None
     assert SLOW_STEPS.profile.at_plain_speed() == SLOW_STEPS.profile
+
+
+def test_the_start_of_workers_is_told_as_a_part_of_a_step() -> None:
+    workers = WorkersSeen(line=LINE, workers=2, starts=5, start_seconds=0.202, epoch_seconds=1.0)
+    (finding,) = check_facts(facts(behaviour=behaviour(workers=workers)))
+    assert finding.name == "worker-restart"
+    assert finding.cost_share == pytest.approx(0.2)
+    assert finding.cost_seconds == pytest.approx(0.2 * STEP)

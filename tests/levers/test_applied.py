@@ -152,3 +152,38 @@ def test_wrappers_nest_and_leave(subject: Subject) -> None:
     with pytest.raises(ValueError, match="stop"), subject.before_iterators(hook):
         raise ValueError("stop")
     assert (subject.wrappers, subject.backward_wrappers, subject.iterator_hooks) == ([], [], [])
+
+
+class Wraps(Marks):
+    """Puts its name around what it finds, and puts back what it found, as levers do that replace a module's call."""
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        def visit(module: Any) -> Any:
+            found = list(module.marks)
+            module.marks[:] = [*found, self.name]
+
+            def undo(module: Any) -> None:
+                module.marks[:] = found
+
+            return undo
+
+        with subject.modules.each(visit):
+            yield
+
+    def wraps_blocks(self, value: Any) -> bool:
+        return True
+
+
+def test_what_wraps_the_same_calls_is_applied_in_order_again(subject: Subject) -> None:
+    module = Thing()
+    subject.modules.add(module)
+    applied = Applied(subject)
+    inner, outer = Choice(Wraps("inner"), True), Choice(Wraps("outer"), True)
+    applied.set([outer])
+    applied.set([inner, outer])
+    assert module.marks == ["inner", "outer"]
+    applied.set([outer])
+    assert module.marks == ["outer"]
+    applied.set([])
+    assert module.marks == []

@@ -117,3 +117,12 @@ def test_another_script_is_a_caveat() -> None:
     found = compare_documents(run_document(1.0), run_document(1.0, seed=1, script="other.py"))
     assert "the script differs: train.py and other.py" in found.caveats
     assert found.name == "other.py"
+
+
+def test_names_in_a_document_stay_on_their_line_and_drive_nothing() -> None:
+    hostile = "a\x1b[2J\n::stop-commands::x"
+    found = compare_documents(run_document(0.01, script=hostile), run_document(0.01, seed=1, script="train.py"))
+    text = comparison_text(found)
+    assert "\x1b" not in text
+    assert "\n::" not in text
+    assert found.scripts == ("a[2J::stop-commands::x", "train.py")

@@ -73,3 +73,10 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 def test_documents_are_plain_json() -> None:
     assert json.loads(to_text(document("x", {"y": 1})))["y"] == 1
+
+
+def test_a_name_that_is_not_utf_8_is_written_and_read_back(tmp_path: Path) -> None:
+    path, name = tmp_path / "run.json", os.fsdecode(b"caf\xe9.py")
+    write_document(path, document("run", {"script": name}))
+    assert read_document(path)["script"] == name
+    assert "caf\\udce9.py" in path.read_text()

@@ -43,6 +43,9 @@ def test_of_errors_in_compiled_code_the_compiler_is_suspected() -> None:
     message = explain_failure(died(lambda: compiled(torch.ones(2, 3))), choices, {"--quiet": ""}, ["-m", "a.b"])
     assert "(torch.compile, bf16 autocast" in message
     assert "flatout run --no-plan --quiet -m a.b " in message
+    options = {"--device": "cpu", "--plan": "p.toml", "--trust-plan": "", "--deterministic": ""}
+    message = explain_failure(died(lambda: compiled(torch.ones(2, 3))), choices, options, ["t.py"])
+    assert "flatout run --no-plan --device cpu --deterministic t.py " in message
 
 
 def test_without_a_lever_there_is_nothing_to_say() -> None:

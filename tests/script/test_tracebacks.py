@@ -13,7 +13,7 @@ import torch
 import flatout
 from flatout.memory.tracking import Tracker
 from flatout.script.patches import ImportWatch
-from flatout.tracebacks import own_frames_removed
+from flatout.tracebacks import installed_package, is_users_file, own_frames_removed
 
 HERE = str(Path(flatout.__file__).parent)
 
@@ -92,3 +92,17 @@ def test_the_frames_that_following_operations_adds_go_too() -> None:
         error = caught
     assert error is not None
     assert "/torch/" not in shown(error)
+
+
+@pytest.mark.parametrize(
+    ("file", "package"),
+    [
+        ("/venv/lib/python3.11/site-packages/click/core.py", "click"),
+        ("/usr/lib/python3/dist-packages/six.py", "six.py"),
+        ("/work/ml-packages/train.py", None),
+        ("/home/site-packages-of-mine/net.py", None),
+    ],
+)
+def test_a_file_of_a_library_is_below_its_folder(file: str, package: str | None) -> None:
+    assert installed_package(file) == package
+    assert is_users_file(file) == (package is None)

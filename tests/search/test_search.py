@@ -333,3 +333,13 @@ def test_there_is_no_second_look_without_time() -> None:
     search = TwoLooks(by(threads_1=0.97), THREADS, budget_seconds=TRIAL_SECONDS)
     search.run()
     assert search.measured == [["threads 1"]]
+
+
+def test_what_was_measured_is_not_listed_as_not_reached() -> None:
+    """A bundle without time is not either: its members are, each by itself."""
+    search = Scripted(by(), OPTIMIZER, THREADS, budget_seconds=2 * TRIAL_SECONDS)
+    search.together = (OPTIMIZER, THREADS)
+    search.now = 1.5 * TRIAL_SECONDS
+    state = search.run()
+    assert [entry.label for entry in state.not_tried] == ["threads 1"]
+    assert outcomes(search) == [("optimizer fused", "dropped")]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
+from flatout.data.batches import batches
 from flatout.errors import UsageError
 from flatout.plan import Plan
 from flatout.train.evaluate import evaluate
+from flatout.train.fit import fit
 from flatout.train.loss import supervised
+from flatout.train.step import TrainStep
 
 
 def test_the_mean_is_over_items_not_over_batches() -> None:
@@ -107,3 +112,95 @@ def test_batches_are_brought_to_the_models_device() -> None:
         return {"items": (1, 1)}
 
     assert evaluate(nn.Linear(2, 2, device="meta"), [torch.zeros(3, 2)], metrics) == {"items": 1.0}
+
+
+def classifier() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3), torch.randn(20, 4), torch.randint(0, 3, (20,))
+
+
+def test_evaluating_the_training_data_leaves_its_place() -> None:
+    model, x, y = classifier()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.0), supervised(nn.CrossEntropyLoss()))
+    train = batches((x, y), 8, seed=1)
+    whole = evaluate(step, batches((x, y), 8, shuffle=False))
+    assert evaluate(step, train)["loss"] == pytest.approx(whole["loss"])
+    assert (train.epoch, train.position) == (0, 0)
+    next(iter(train))
+    assert evaluate(step, train)["loss"] == pytest.approx(whole["loss"])  # not the rest of the epoch
+    assert (train.epoch, train.position) == (0, 8)
+    rows = Rows([*zip(x, y, strict=True)])
+    stream = batches(rows, 8)
+    assert evaluate(step, stream)["loss"] == pytest.approx(whole["loss"])
+    assert (stream.epoch, stream.position) == (0, 0)
+    found = fit(step, train, epochs=3, evaluation=lambda: evaluate(step, train))
+    assert (found.epochs, found.steps) == (3, 8)  # the first of 9 was handed out above
+
+
+class Rows(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def test_many_batches_of_a_16_bit_model_add_up() -> None:
+    model, x, y = classifier()
+    model.bfloat16()
+    many = [(x.bfloat16(), y)] * 400
+    metrics = supervised(nn.CrossEntropyLoss()).metrics
+    one = evaluate(model, many[:1], metrics)["loss"]
+    assert evaluate(model, many, metrics)["loss"] == pytest.approx(one)
+    assert evaluate(model.half(), [(x.half(), y)] * 6000, lambda model, batch: {"n": (x.half().abs().sum(), 20)})
+
+
+def test_a_mean_says_what_its_items_are() -> None:
+    model, x, y = classifier()
+    tens, one = (x[:10], y[:10]), (x[:10], torch.full((10,), -100))
+    one[1][0] = 0
+
+    def valid(model: Any, batch: Any) -> dict[str, Any]:
+        losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return {"loss": losses[batch[1] != -100]}
+
+    whole = evaluate(model, [tens, one], supervised(nn.CrossEntropyLoss()).metrics)
+    assert evaluate(model, [tens, one], valid)["loss"] == pytest.approx(whole["loss"])
+    with pytest.raises(UsageError, match=r"a pair with a tensor of shape \[20\]"):
+        evaluate(model, [(x, y)], lambda model, batch: {"loss": (batch[0][:, 0], 20)})
+
+
+def test_the_loss_of_an_evaluation_is_checked_as_that_of_a_step() -> None:
+    model, x, _ = classifier()
+    with pytest.raises(UsageError, match="compares them element by element"):
+        evaluate(nn.Linear(4, 1), [(x, torch.zeros(20))], supervised(nn.MSELoss()).metrics)
+    with pytest.raises(UsageError, match="a target is class 7"):
+        evaluate(model, [(x, torch.full((20,), 7))], supervised(nn.CrossEntropyLoss()).metrics)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.functional.cross_entropy,
+        functools.partial(nn.functional.cross_entropy, ignore_index=-100),
+        functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
+        functools.partial(nn.CrossEntropyLoss(label_smoothing=0.1)),
+    ],
+)
+def test_functions_of_torch_leave_out_what_its_modules_do(criterion: Any) -> None:
+    model, x, y = classifier()
+    y[::3] = -100
+    parts = [(x[:5], y[:5]), (x[5:], y[5:])]
+    with torch.no_grad():
+        expected = criterion(model(x), y)
+    assert evaluate(model, parts, supervised(criterion).metrics)["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert supervised(functools.partial(nn.functional.cross_entropy, reduction="sum")).count_terms((x, y)) is None
+    with pytest.raises(UsageError, match="reduction is 'none'"):
+        supervised(functools.partial(nn.functional.cross_entropy, reduction="none"))
+
+
+def test_classes_that_may_be_either_dimension_are_refused() -> None:
+    x, y = torch.randn(2, 5, 5), torch.randint(0, 5, (2, 5))
+    with pytest.raises(UsageError, match=r"the model returns \[2, 5, 5\], and the targets are \[2, 5\]"):
+        supervised(nn.CrossEntropyLoss())(nn.Identity(), (x, y))
+    assert supervised(nn.CrossEntropyLoss())(nn.Identity(), (torch.randn(2, 5, 4), y % 4)).ndim == 0

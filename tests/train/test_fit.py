@@ -265,3 +265,12 @@ def test_a_stream_that_runs_dry_ends_the_run() -> None:
 class Empty(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(())
+
+
+def test_a_training_metric_of_an_epoch_that_did_not_end(tmp_path: Path) -> None:
+    step, source = parts(plan=Plan())
+    data = batches((torch.randn(20, 6), torch.zeros(20, dtype=torch.long)), 20, shuffle=False)
+    options: dict[str, Any] = {"metric": "train_loss", "evaluation": lambda: evaluate(step, data)}
+    found = fit(step, source, steps=10, checkpoints=tmp_path, **options)
+    assert (found.steps, found.ended) == (10, "steps")
+    assert Checkpoints(tmp_path).load() is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 RANK = """
@@ -26,6 +27,8 @@ if ranks > 1:
     wrapped.register_comm_hook(None, hook)
 optimizer = torch.optim.SGD(model.parameters(), 0.5)
 step = TrainStep(wrapped, optimizer, supervised(nn.CrossEntropyLoss()), Plan(micro_batches=3))
+"""
+ONE_EPOCH = """
 steps = 0
 for batch in batches((x, y), 15, seed=1):
     step(batch)
@@ -36,13 +39,21 @@ if rank == 0:
     torch.save([parameter.detach() for parameter in model.parameters()], out)
 leave()
 """
+FIT = """
+from flatout import fit
+found = fit(step, batches((x, y), 15, seed=1), epochs=1)
+if rank == 0:
+    torch.save([torch.tensor(found.loss)], out)
+leave()
+"""
 
 
-def test_shares_of_two_ranks_weigh_as_the_whole(run_ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [ONE_EPOCH, FIT], ids=["weights", "the loss of an epoch"])
+def test_shares_of_two_ranks_weigh_as_the_whole(run_ranks: Any, tmp_path: Path, trained: str) -> None:
     results = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.pt"
-        assert run_ranks(RANK, ranks, out) == [(0, "", "")] * ranks
+        assert run_ranks(RANK + trained, ranks, out) == [(0, "", "")] * ranks
         results.append(torch.load(out))
     for alone, shared in zip(*results, strict=True):
         torch.testing.assert_close(alone, shared, rtol=1e-5, atol=1e-6)

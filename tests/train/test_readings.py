@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flatout.train.readings import STEPS_PER_READING, Readings
+from flatout.train.readings import STEPS_PER_READING, HostCopy, Readings
 
 
 def test_values_of_any_kind_come_in_order_and_late() -> None:
@@ -24,3 +24,10 @@ def test_values_of_any_kind_come_in_order_and_late() -> None:
     assert taken == expected
     readings.read()
     assert len(taken) == 3
+
+
+def test_a_copy_on_the_host_is_there_at_once() -> None:
+    for values, expected in ((torch.tensor(2.0), [2.0]), (torch.tensor([1.0, 3.0]), [1.0, 3.0])):
+        copy = HostCopy(values)
+        assert copy.arrived()
+        assert copy.values() == expected

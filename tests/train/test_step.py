@@ -376,3 +376,13 @@ def test_settings_of_the_process_hold_during_calls_alone() -> None:
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
     assert seen == [("high", True)] * 3
     assert step.rolled_back == []
+
+
+def test_a_closed_step_takes_no_more() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = TrainStep(model, optimizer, supervised(nn.MSELoss()), clip_norm=1.0)
+    with pytest.raises(UsageError, match="optimizer_in_backward"):
+        step.with_plan(Plan(optimizer_in_backward=True))
+    with pytest.raises(UsageError, match="this step is closed"):  # it would train without its plan, and not say so
+        step((torch.zeros(2, 2), torch.zeros(2, 1)))

@@ -370,3 +370,9 @@ def test_nothing_recorded() -> None:
     assert judge.largest_loss_difference(nothing, nothing) is None
     assert "no gradient" in str(judge.not_reduced(nothing, nothing, nothing))
     assert "losses to compare" in str(judge.drifts(nothing, nothing, nothing))
+
+
+def test_losses_that_are_not_finite_show_no_level() -> None:
+    undefined = [replace(run, losses=tuple((math.nan,) for _ in run.losses)) for run in PLAINS]
+    reason, seen = levels.not_alike(undefined, undefined)
+    assert (reason, seen) == ("losses of the script itself are inf or NaN: there is nothing to compare", None)

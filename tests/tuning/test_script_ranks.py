@@ -398,3 +398,13 @@ def test_a_lever_that_is_wrong_in_one_rank_is_found_and_the_others_are_kept(
     assert found.speedup is not None
     assert found.speedup.ratio > 1.5
     assert not (tmp_path / "step.pt").exists()
+
+
+def test_a_group_that_never_started_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "mine").write_text("kept")
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    with ScriptRanksTrial(setup, 2):
+        pass
+    assert (tmp_path / "scratch" / "mine").read_text() == "kept"

@@ -23,6 +23,7 @@ from flatout.machine.device import CpuDevice, Mark
 from flatout.plan import Plan
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded
+from flatout.torch_private.dispatch import current_dispatch_mode
 from flatout.tuning.step_trial import StepTrials
 from tests.tuning import planted_levers as planted
 
@@ -257,3 +258,24 @@ def test_a_subject_is_a_step_or_a_script() -> None:
         flatout.tune("train.py", arguments="--lr 0.1")
     with pytest.raises(UsageError, match="subject is a Linear; it is a TrainStep or the path of a script"):
         flatout.tune(nn.Linear(2, 2))  # type: ignore[call-overload]
+
+
+def test_a_peak_that_fails_leaves_nothing_that_follows_operations(tmp_path: Path) -> None:
+    before = current_dispatch_mode()
+    step = training(loss_fn=fails_late)
+    with StepTrials(step=step, batches=data(), work_folder=tmp_path).trial() as trial:
+        trial.start()
+        with pytest.raises(TrialEnded, match="the script ended"):
+            trial.peak([], steps=50)
+    assert current_dispatch_mode() is before
+
+
+CALLS = [0]
+
+
+def fails_late(model: nn.Module, batch: Any) -> torch.Tensor:
+    CALLS[0] += 1
+    if CALLS[0] > 20:
+        raise RuntimeError("it fails late")
+    loss: torch.Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return loss

@@ -172,3 +172,15 @@ def test_long_steps_take_few_of_them(step_seconds: float, settle: int, warm: int
     pace = Pace.for_step(step_seconds, seconds=10.0)
     assert (pace.settle, pace.warm_steps) == (settle, warm)
     assert least in (None, pace.least_steps)
+
+
+class Other(Lever):
+    name, plan_field, exactness = "other", "optimizer", "bit-identical"
+
+
+def test_every_choice_that_is_tried_has_to_be_on() -> None:
+    """Also one of several that are tried together; not one that the baseline has as well."""
+    process, other = Pretended(0.005, rolled_back="no such thing"), Choice(Other(), 1)
+    with pytest.raises(RolledBackInside, match="faster 1 no such thing"):
+        compare_arms(Arm(process), Arm(process, [CHOICE, other]), PACE, other)
+    compare_arms(Arm(process, [CHOICE]), Arm(process, [CHOICE, other]), PACE, other)

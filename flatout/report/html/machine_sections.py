@@ -98,7 +98,7 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
             arguments, left_out = _arguments(script)
             hidden = hidden or left_out
             label, verb = commands[kind]
-            blocks.append(Code(label=label, text=" ".join([verb, script.text("name"), *arguments])))
+            blocks.append(Code(label=label, text=" ".join([verb, shlex.quote(script.text("name")), *arguments])))
     if hidden:
         digests = dict.fromkeys(doc.at("script").text("arguments_digest") for doc in sources.values())
         known = ", ".join(filter(None, digests))

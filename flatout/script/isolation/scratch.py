@@ -34,17 +34,17 @@ def cleanup(scratch: Path, *, attempts: int = 5) -> None:
     """Remove a scratch directory once its trial has ended. Follows no link and enters no other file system."""
     for attempt in range(attempts):
         try:
+            if not os.path.lexists(scratch):
+                return
             status = os.lstat(scratch)
             if not stat.S_ISDIR(status.st_mode):
                 raise TrialError(f"{scratch} is no directory", limit="a scratch directory is one, and no link")
             _remove_contents(os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), status.st_dev, scratch)
             os.rmdir(scratch)
             return
-        except FileNotFoundError:
-            return
         except OSError as error:
-            # A worker that outlives its trial may still be writing: what it adds is removed in the next round.
-            if error.errno not in (errno.ENOTEMPTY, errno.EBUSY) or attempt == attempts - 1:
+            # A worker that outlives its trial may still write and remove files: the next round removes what is left.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY) or attempt == attempts - 1:
                 remedy = "end the processes that still use it, then remove it by hand"
                 raise TrialError(f"cannot remove {scratch}: {error}", remedy=remedy) from error
             time.sleep(0.1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, TextIO
 
-from flatout.script.entry import Target, execute, failure_of_script, traceback_of_script
+from flatout.script.entry import Target, execute
 from flatout.script.trial.isolated_child import Answer, ended_answer
 from flatout.script.trial.session import Session
 
@@ -33,6 +33,7 @@ class CommandedRank:
         self.target = target
         self._folder, self._number, self._owner = folder, number, os.getpid()
         self._ended = False
+        self._error = ""
 
     # Their parent holds both ends of each pipe, so nobody who opens one waits.
 
@@ -70,10 +71,9 @@ class CommandedRank:
     def run(self, session: Session, end: Callable[[int], int] = lambda status: status) -> int:
         """The script, to its end; the exit status of the rank. end: what this process still does, given the script's
         status, and returns the rank's."""
-        status = execute(self.target)
-        if (
-            failure_of_script() is not None
-        ):  # first, as this process is ended once another rank has learned of it and left
+        status = execute(self.target, self._failed)
+        if self._error:
+            # First, as this process is ended once another rank has learned of it and left.
             self._write_end(session, status)
             return end(status)
         status = end(status)
@@ -93,7 +93,10 @@ class CommandedRank:
         if (found := session.ended()) is not None:
             self.write(found)
         watch = session.watch
-        self.write(ended_answer(status, traceback_of_script(), steps=watch.steps, script_steps=watch.finder.steps))
+        self.write(ended_answer(status, self._error, steps=watch.steps, script_steps=watch.finder.steps))
+
+    def _failed(self, error: BaseException) -> None:
+        self._error = "".join(traceback.format_exception(error))
 
     def _leave(self, status: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):

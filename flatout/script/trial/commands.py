@@ -32,19 +32,22 @@ WORK_STEPS, PEAK_FACTOR, NUMERICS_FACTOR = 60, 20, 3
 """A step that is followed or recorded takes up to as long as so many."""
 
 
-COMPUTING_TIMES, COMPUTING_SHARE = 10.0, 0.25
-"""A process that computes for this share of its patience may go on, up to so many times as long: it evaluates."""
+COMPUTING_TIMES = 10.0
+"""Times its patience: the most time that a process gets that computes, as in a long evaluation."""
+LOOKED_AT_SECONDS, COMPUTING_SHARE = 2.0, 0.25
+"""How long it is looked at before it counts as hanging, and the share of this in which it computes if it does not."""
 
 
 class Patience:
-    """How long an answer is awaited before a process counts as hanging: one that computes meanwhile gets more time."""
+    """How long an answer is awaited before a process counts as hanging: one that computes gets more time."""
 
     def __init__(self, seconds: float, computed: Callable[[], float] | None) -> None:
         """computed: CPU seconds of the process so far; None: it gets no more time."""
         self._seconds, self._computed = seconds, computed
         self._began = time.monotonic()
         self._end, self._latest = self._began + seconds, self._began + COMPUTING_TIMES * seconds
-        self._seen = 0.0 if computed is None else computed()
+        self._look: tuple[float, float] | None = None
+        """When a look at it began, and its CPU seconds then."""
 
     @property
     def seconds_left(self) -> float:
@@ -55,15 +58,18 @@ class Patience:
         return time.monotonic() - self._began
 
     def is_over(self) -> bool:
-        if self.seconds_left > 0:
+        now = time.monotonic()
+        if now < self._end:
             return False
-        if self._computed is None or time.monotonic() > self._latest:
+        if self._computed is None or now > self._latest:
             return True
-        before, self._seen = self._seen, self._computed()
-        if self._seen - before < COMPUTING_SHARE * self._seconds:
-            return True
-        self._end = time.monotonic() + self._seconds
-        return False
+        computed = self._computed()
+        if self._look is None:
+            self._look, self._end = (now, computed), now + min(LOOKED_AT_SECONDS, self._seconds)
+            return False
+        began, before = self._look
+        self._look, self._end = None, now + self._seconds
+        return computed - before < COMPUTING_SHARE * (now - began)
 
 
 class CommandedTrial:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from flatout.errors import FlatoutError
-from flatout.script.entry import Target, execute, failure_of_script, traceback_of_script
+from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.patches import ImportWatch
 from flatout.script.trial.messages import TrialConfig
@@ -74,6 +74,8 @@ class IsolatedChild:
         """The script's process; others end without an answer, such as a loader's workers."""
         given = config["target"]
         self.target = Target(path=given["path"], module=given["module"], arguments=tuple(given["arguments"]))
+        self._error, self._note = "", ""
+        """The script's own traceback where it failed, and what about the trial may have made it fail."""
 
     @property
     def answers_descriptor(self) -> int:
@@ -161,7 +163,7 @@ class IsolatedChild:
         observer.install()
         os._exit = left_at_once
         try:
-            status = execute(self.target)
+            status = execute(self.target, self._failed)
         except KeyboardInterrupt:
             status = INTERRUPTED
         except FlatoutError as error:
@@ -177,9 +179,11 @@ class IsolatedChild:
             self.write(found)
         watch = observer.watch
         steps, script_steps = watch.steps, watch.finder.steps
-        failure = failure_of_script()
-        note = "" if failure is None else explain_failure(failure, self.isolation)
-        self.finish(ended_answer(status, traceback_of_script(), steps=steps, script_steps=script_steps, note=note))
+        self.finish(ended_answer(status, self._error, steps=steps, script_steps=script_steps, note=self._note))
+
+    def _failed(self, error: BaseException) -> None:
+        self._error = "".join(traceback.format_exception(error))
+        self._note = explain_failure(error, self.isolation)
 
     def _fault(self, error: Exception) -> NoReturn:
         traceback.print_exc()

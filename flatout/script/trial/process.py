@@ -264,6 +264,8 @@ class TrialProcess(CommandedTrial):
         """Wait for its first answer; False where there is none: then the script is starting by itself."""
         try:
             self._note_ready(self._answer(FORK_SECONDS, starting=True))
+        except BudgetSpent:
+            raise
         except TrialError as error:
             self._fork_failed(error)
             self.close()

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.script.entry import execute, traceback_of_script
+from flatout.script.entry import execute
 from flatout.script.following import follow_children, follow_here
 from flatout.script.trial.isolated_child import ended_answer
 from flatout.script.trial.rank_child import rank_settings
@@ -25,9 +26,10 @@ def main(arguments: Sequence[str]) -> int:
     _, target = rank_settings(folder)
     follow_children(folder)
     follow_here(folder)
-    status = execute(target)
+    errors: list[str] = []
+    status = execute(target, lambda error: errors.append("".join(traceback.format_exception(error))))
     with written_whole(folder / END, durable=False) as temporary:
-        temporary.write_text(json.dumps(ended_answer(status, traceback_of_script())), encoding="utf-8")
+        temporary.write_text(json.dumps(ended_answer(status, "".join(errors))), encoding="utf-8")
     return status
 
 

@@ -267,3 +267,11 @@ def test_whole_numbers_are_multiplied_exactly_at_every_size(rows: int) -> None:
     values = torch.randint(-127, 128, (24, 32), dtype=torch.int8)
     expected = (levels.int() - ZERO_POINT) @ values.int().T
     assert torch.equal(whole_number_products(levels, values), expected)
+
+
+def test_8_bit_weights_in_fp16_do_not_pass_its_largest_number() -> None:
+    plain = nn.Linear(512, 4)
+    nn.init.constant_(plain.weight, 0.1)
+    x = torch.ones(2, 512)
+    found = RoundedLinear(plain.half(), bits=8)(x.half())
+    torch.testing.assert_close(found.float(), plain.float()(x), rtol=0.01, atol=0.1)

@@ -349,3 +349,41 @@ def test_where_two_more_would_not_fit_into_memory_none_is_forked(monkeypatch: py
     assert "are free" in forking._memory()
     monkeypatch.setattr(forking, "available_memory_bytes", lambda: 3 * resident_bytes())
     assert forking._memory() == ""
+
+
+class OnceOnly(Planted):
+    name, plan_field, switch = "once", "allocator", "once"
+
+
+def test_a_process_with_what_cannot_be_undone_is_not_forked_from(tmp_path: Path) -> None:
+    started = StartedScript(saved_from_seconds=0.0)
+    assert started.may_take([])
+    assert not started.may_take([Choice(OnceOnly(), "retain")])
+
+
+def test_all_that_wait_are_closed_although_closing_one_fails() -> None:
+    closed = []
+
+    class Waiting:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def close(self) -> None:
+            closed.append(self.number)
+            if self.number == 2:
+                raise TrialError("it cannot be removed")
+
+    started = StartedScript()
+    started._processes = {frozenset({("a", number)}): Waiting(number) for number in (1, 2, 3)}  # type: ignore[misc]
+    with pytest.raises(TrialError, match="cannot be removed"):
+        started.close()
+    assert sorted(closed) == [1, 2, 3]
+
+
+def test_a_script_that_ignores_the_end_of_its_children_is_not_forked(tmp_path: Path) -> None:
+    setup = setup_of(tmp_path, before="import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    with started_once(setup) as forks, forks.trial() as trial:
+        trial.start()
+        assert forks.started is not None
+        assert not forks.started.is_used
+        assert "ignores SIGCHLD" in forks.started.obstacle_to([])

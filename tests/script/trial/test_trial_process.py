@@ -12,6 +12,7 @@ import pytest
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded, explain_end
+from flatout.script.trial.commands import Patience
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import Starts, TrialSetup
 from flatout.tuning.numerics import Numerics
@@ -279,3 +280,54 @@ def test_a_script_first_waits_for_commands_where_no_graph_of_a_later_backward_pa
             found = Numerics.from_answer(trial.numerics([], request))
     assert found.steps == 6
     assert [one.step for one in found.checks] == [0, 2, 4]
+
+
+@pytest.mark.usefixtures("forked_trials")
+@pytest.mark.parametrize(
+    ("before", "fails"),
+    [
+        ("sys.excepthook = lambda *error: print('shown in my own way', file=sys.stderr)", "raise ValueError('broken')"),
+        ("", "exec('try:\\n  raise ValueError(1, \"broken\")\\nexcept ValueError:\\n  sys.exit(1)')"),
+    ],
+    ids=["a hook of its own", "an exit in a handler"],
+)
+def test_a_failure_is_no_end_however_the_script_shows_it(tmp_path: Path, before: str, fails: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.format(before=before) + f"    if step == 4: {fails}\n")
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+        with pytest.raises(TrialEnded) as ended:
+            trial.window([], settle=0, steps=8)
+    assert (ended.value.status, ended.value.by_itself) == (1, False)
+    assert "broken" in ended.value.headline
+
+
+def test_a_process_that_computes_is_given_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, computed = [0.0], [0.0]
+    monkeypatch.setattr("flatout.script.trial.commands.time.monotonic", lambda: now[0])
+
+    def passes(seconds: float, busy: float) -> None:
+        now[0] += seconds
+        computed[0] += busy
+
+    patience = Patience(10.0, lambda: computed[0])
+    for _ in range(3):  # an evaluation, say
+        passes(10.0, 5.0)
+        assert not patience.is_over()  # it is looked at
+        passes(2.0, 1.0)
+        assert not patience.is_over()
+    passes(10.0, 9.0)
+    assert not patience.is_over()
+    passes(2.0, 0.1)
+    assert patience.is_over()
+    assert patience.waited_seconds == 48.0
+    endless = Patience(10.0, lambda: now[0])
+    began = now[0]
+    while not endless.is_over():
+        passes(1.0, 1.0)
+        assert now[0] - began < 120
+    assert now[0] - began > 100
+    idle = Patience(10.0, None)
+    passes(10.0, 0.0)
+    assert idle.is_over()
