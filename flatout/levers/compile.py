@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.first_compilation import (
@@ -27,6 +27,7 @@ from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 from flatout.torch_private.compiler import autograd_settings, inductor_settings, versions_tried_in_order
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
 LITTLE_LONGER_SECONDS = 8.0
@@ -112,12 +113,12 @@ def _compile(subject: Subject, module: Module, mode: str) -> Undo[Module] | None
     targets = repeated_blocks(module) if mode == "regional" else [module]
     # Blocks of one class share their compiled code. Where they differ in shape (a ResNet's), the compiler would treat
     # the second block's sizes as a dynamic dimension and generate slower code for all of them.
-    shapes = {tuple(parameter.shape for parameter in target.parameters()) for target in targets}
+    differ = len(shapes_of(targets)) > 1
     for target in targets:
         compile_in_place(
             target,
             mode=None if mode in ("regional", "default") else mode,
-            dynamic=False if len(shapes) > 1 else None,
+            dynamic=False if differ else None,
         )
         set_training_call(subject, target, getattr(target, COMPILED_CALL), plain_call(target))
 
@@ -153,6 +154,11 @@ def repeated_blocks(module: Module) -> list[Module]:
             if count > best[0] and any(True for child in container.children() for _ in child.parameters()):
                 best = (count, kind)
     return [] if best[1] is None else list(dict.fromkeys(_outermost(module, best[1])))
+
+
+def shapes_of(modules: Sequence[Module]) -> set[tuple[torch.Size, ...]]:
+    """The shapes of their parameters, each set of them once."""
+    return {tuple(parameter.shape for parameter in module.parameters()) for module in modules}
 
 
 def _outermost(module: Module, kind: type[Module]) -> Iterator[Module]:

@@ -140,10 +140,13 @@ def seconds_to_compile_again(first_seconds: float) -> float:
 
 
 def usual_compile_seconds(observed: Observed, value: Value = "default") -> float:
-    """Expected for a first compilation of the whole model or ('regional') of one of its repeated blocks."""
+    """Expected for a first compilation of the whole model or ('regional') of its repeated blocks, those of the same
+    shapes once."""
     operations = USUAL_OPERATIONS if observed.operations_per_step is None else observed.operations_per_step
     if value == "regional":
-        operations //= max((module.repeated_blocks for module in observed.modules), default=1) or 1
+        blocks = max(observed.modules, key=lambda module: module.repeated_blocks, default=None)
+        if blocks is not None and blocks.repeated_blocks:
+            operations = operations * blocks.block_shapes // blocks.repeated_blocks
     seconds = COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
     if observed.breakdown_seconds.get("evaluation"):
         seconds *= 1 + EVALUATED_TOO

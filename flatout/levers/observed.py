@@ -60,6 +60,8 @@ class ModuleSeen:
     repeated_block: str = ""
     repeated_blocks: int = 0
     """How many of these blocks there are."""
+    block_shapes: int = 1
+    """Of these, how many differ in the shapes of their parameters, as in a ResNet: each is compiled by itself."""
     channels_last: bool = False
     compiled: bool = False
     attention_by_hand: str = ""

@@ -14,7 +14,7 @@ from flatout.data.fetch import strategy
 from flatout.levers.attention import attention_by_hand
 from flatout.levers.call_site import before_step
 from flatout.levers.chunked_loss import widest_output
-from flatout.levers.compile import repeated_blocks
+from flatout.levers.compile import repeated_blocks, shapes_of
 from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
@@ -161,6 +161,7 @@ def _see_module(module: nn.Module) -> ModuleSeen:
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})),
         repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
         repeated_blocks=len(blocks),
+        block_shapes=max(1, len(shapes_of(blocks))),
         channels_last=any(_is_channels_last(m.weight) for m in convolutions),
         compiled=getattr(module, COMPILED_CALL) is not None,
         widest_output=widest_output(module),

@@ -123,8 +123,8 @@ def test_a_kernel_finds_the_headers_that_were_precompiled(cache: Path, python: P
     assert done.returncode == 0, done.stderr
 
 
-def seen(blocks: int, operations: int) -> Observed:
-    module = ModuleSeen(kind="Net", parameters=10, repeated_block="Block", repeated_blocks=blocks)
+def seen(blocks: int, operations: int, shapes: int = 1) -> Observed:
+    module = ModuleSeen(kind="Net", parameters=10, repeated_block="Block", repeated_blocks=blocks, block_shapes=shapes)
     return Observed(device="cpu", modules=(module,), operations_per_step=operations)
 
 
@@ -137,10 +137,14 @@ def test_headers_that_are_there_need_no_time(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "operations", "first"), [(4, 400, "default"), (3, 900, "default"), (12, 3000, "regional")]
+    ("blocks", "operations", "shapes", "first"),
+    [(4, 400, 1, "default"), (3, 900, 1, "default"), (12, 3000, 1, "regional"), (12, 3000, 10, "default")],
 )
-def test_a_whole_model_comes_first_where_it_takes_little_longer(blocks: int, operations: int, first: str) -> None:
+def test_a_whole_model_comes_first_where_it_takes_little_longer(
+    blocks: int, operations: int, shapes: int, first: str
+) -> None:
+    """Blocks of other shapes are compiled each by itself."""
     lever = next(one for one in LEVERS if one.name == "torch.compile")
-    verdict = lever.applies(detect(), seen(blocks, operations))
+    verdict = lever.applies(detect(), seen(blocks, operations, shapes))
     assert verdict.values[0] == first
     assert set(verdict.values) == {"default", "regional"}

@@ -337,9 +337,10 @@ def test_there_is_no_second_look_without_time() -> None:
 
 def test_what_was_measured_is_not_listed_as_not_reached() -> None:
     """A bundle without time is not either: its members are, each by itself."""
-    search = Scripted(by(), OPTIMIZER, THREADS, budget_seconds=2 * TRIAL_SECONDS)
-    search.together = (OPTIMIZER, THREADS)
-    search.now = 1.5 * TRIAL_SECONDS
-    state = search.run()
-    assert [entry.label for entry in state.not_tried] == ["threads 1"]
-    assert outcomes(search) == [("optimizer fused", "dropped")]
+    search = Scripted(by(), OPTIMIZER, THREADS, budget_seconds=1.0)
+    search.together, search.now = (OPTIMIZER, THREADS), 2.0
+    assert [entry.label for entry in search.run().not_tried] == ["optimizer fused", "threads 1"]
+    again = Scripted(by(optimizer_fused=0.999, threads_1=0.5), OPTIMIZER, THREADS, budget_seconds=3 * TRIAL_SECONDS)
+    again.during = lambda: None if len(again.measured) < 3 else setattr(again._deadline, "stopped", True)
+    assert again.run().not_tried == []
+    assert outcomes(again) == [("optimizer fused", "dropped"), ("threads 1", "kept")]
