@@ -12,7 +12,7 @@ No parsing library is imported: `flatout run` runs the user's script in the proc
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flatout.errors import UsageError
@@ -68,6 +68,12 @@ def parse_options(arguments: Sequence[str], options: Sequence[Option]) -> tuple[
             raise UsageError(f"{name} has no value", remedy=f"write {name} {known[name].value}")
         chosen[name] = value
     return chosen, target
+
+
+def refuse_others(option: str, options: Mapping[str, str], together: Sequence[str]) -> None:
+    """What an option that only checks would ignore is a mistake."""
+    if stray := [name for name in options if name != option and name not in together]:
+        raise UsageError(f"{stray[0]} with {option}", limit=f"{option} only checks", remedy=f"leave {stray[0]} out")
 
 
 def asks_for_help(arguments: Sequence[str], options: Sequence[Option]) -> bool:

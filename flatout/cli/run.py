@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from flatout import environment
 from flatout.application.applied_plan import PLAN_NAME, AppliedPlan
-from flatout.cli.command_line import Option, parse_options
+from flatout.cli.command_line import Option, parse_options, refuse_others
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.run_devices import chosen_without
 from flatout.environment import visible_cuda_devices
@@ -27,7 +27,6 @@ from flatout.script.own_modules import own_imports
 from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from flatout.application.live_run import LiveRun, RunPanel
@@ -100,12 +99,6 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-def refuse_others(option: str, options: Mapping[str, str], together: Sequence[str]) -> None:
-    """What an option that only checks would ignore is a mistake."""
-    if stray := [name for name in options if name != option and name not in together]:
-        raise UsageError(f"{stray[0]} with {option}", limit=f"{option} only checks", remedy=f"leave {stray[0]} out")
-
-
 def main(arguments: list[str]) -> int:
     """Run a script. Returns its own exit code, and dies of SIGINT where Python would."""
     options, command = parse_options(arguments, OPTIONS)
@@ -119,7 +112,9 @@ def main(arguments: list[str]) -> int:
     if "--no-plan" in options and (stray := [name for name in ("--plan", "--without") if name in options]):
         raise UsageError(f"{stray[0]} with --no-plan", limit="there is no plan then", remedy="leave one of them out")
     if "--check-deterministic" in options:
-        refuse_others("--check-deterministic", options, ("--device", "--allow-network", "--no-plan", "--quiet"))
+        refuse_others(
+            "--check-deterministic", options, ("--device", "--allow-network", "--no-plan", "--no-report", "--quiet")
+        )
         from flatout.cli.check_deterministic import check_deterministic
 
         return check_deterministic(target, allow_network="--allow-network" in options)

@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, cast, get_args
 
+from flatout.cli.command_line import refuse_others
 from flatout.errors import UsageError
 from flatout.terminal import is_terminal
 
@@ -67,9 +68,8 @@ def run_on_devices(target: Target, options: dict[str, str]) -> int | None:
     )
     target.check()
     if "--prove" in options:
-        from flatout.cli.run import refuse_others
-
-        refuse_others("--prove", options, (*OWN, *SWITCHES, "--device", "--allow-network", "--no-plan", "--quiet"))
+        together = (*OWN, *SWITCHES, "--device", "--allow-network", "--no-plan", "--no-report", "--quiet")
+        refuse_others("--prove", options, together)
         return _prove(target, count, settings, allow_network="--allow-network" in options)
     if count == 1:
         return None

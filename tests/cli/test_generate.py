@@ -83,7 +83,7 @@ def test_a_plan_and_what_goes_before_it(capsys: Any, tmp_path: Path) -> None:
         (["--prompt", "1", "--top-p", "3", "--temperature", "1"], "top_p is 3.0"),
         (["--prompts", "none.txt"], "cannot read none.txt"),
         (["--prompt", "a", "--tokenizer", "net_to_speak.py:GPT2Config"], "without encode"),
-        (["--prompt", "1", "--out", "none/made.jsonl"], "cannot write none/made.jsonl"),
+        (["--prompt", "1", "--out", "none/made.jsonl"], "there is no folder"),
         (["--prompt", ",".join(["1"] * 64)], "prompt 0 has 64 tokens; the model reads prompts of at most 63"),
     ],
 )

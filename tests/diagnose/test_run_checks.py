@@ -54,9 +54,8 @@ def test_dear_starts_of_epochs_are_told_where_workers_could_live_on() -> None:
     assert abs(finding.cost_share - 0.1) < 1e-9
     assert "persistent_workers=True" in finding.remedy
     assert finding.cost_seconds is not None
-    assert (
-        abs(finding.cost_seconds - 0.1 * (SEEN.step_seconds or 0.0)) < 1e-9
-    )  # a share of a step, not the seconds of a start
+    expected = 0.1 * (SEEN.step_seconds or 0.0)  # a share of a step, not the seconds of a start
+    assert abs(finding.cost_seconds - expected) < 1e-9
 
 
 def test_a_gpu_that_idles_is_told_once_the_weights_are_on_the_cpu() -> None:
