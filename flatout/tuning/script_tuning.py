@@ -16,6 +16,7 @@ from typing import Literal
 
 from flatout.errors import UsageError
 from flatout.machine.description import Machine
+from flatout.plan import Plan
 from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.script.entry import Target
 from flatout.script.own_files import source_digests
@@ -26,9 +27,9 @@ from flatout.script.trial.started_script import StartedScript
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
 from flatout.tuning.devices.choosing import DEVICES_SHARE, DevicesAsked, choose_devices
-from flatout.tuning.devices.found import with_devices
+from flatout.tuning.devices.found import DevicesTuned, with_devices
 from flatout.tuning.fitting import peak_afresh
-from flatout.tuning.outcome import plan_of, search_and_prove
+from flatout.tuning.outcome import Found, plan_of, search_and_prove
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.ranks.script import ScriptRanks
 from flatout.tuning.results import Tuned
@@ -121,21 +122,11 @@ def tune_script(
         devices = None
         if wanted is not None:
             devices = choose_devices(found, setup, machine, wanted, deadline, progress)
-        plan = plan_of(found, machine)
-        if request.ranks is not None:
-            plan = replace(
-                plan, warnings=(*plan.warnings, f"measured in {counted(request.ranks, 'rank')} of the script")
-            )
         return Tuned(
             subject=request.target,
             machine=machine,
             state=found.state,
-            plan=replace(
-                plan if devices is None else with_devices(plan, devices),
-                script=request.target.name,
-                argv=request.target.arguments,
-                sources=sources,
-            ),
+            plan=replace(_plan(found, machine, request, devices), sources=sources),
             proof=found.proof,
             final=found.final,
             whole=whole,
@@ -149,6 +140,15 @@ def tune_script(
                 *filter(None, [deadline.explanation]),
             ),
         )
+
+
+def _plan(found: Found, machine: Machine, request: TuneRequest, devices: DevicesTuned | None) -> Plan:
+    plan = plan_of(found, machine)
+    if request.ranks is not None:
+        plan = replace(plan, warnings=(*plan.warnings, f"measured in {counted(request.ranks, 'rank')} of the script"))
+    if devices is not None:
+        plan = with_devices(plan, devices)
+    return replace(plan, script=request.target.name, argv=request.target.arguments)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -80,7 +81,7 @@ def _sources(documents: Sequence[tuple[Path, Document]]) -> Sources:
             )
         found[kind] = Part(doc, path.name)
         name = _name(found[kind])
-        other = next((one for one in names if one != name), None)
+        other = next((one for one in names if os.path.normpath(one) != os.path.normpath(name)), None)
         if name and other is not None:
             raise UsageError(f"{path} is of {name}, {names[other]} of {other}", limit="a report is about one script")
         if name:

@@ -361,3 +361,4 @@ def test_large_documents_make_a_small_page() -> None:
     assert len(html) < 2_000_000
     assert "and 4,900 more in the document" in html
     assert "4,096 samples, evenly taken" in html
+    rendered({"run": RUN, "memory": {**MEMORY, "script": {"name": "./train.py"}}})  # the same script
