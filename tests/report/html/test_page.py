@@ -298,6 +298,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         UsageError, match=r"memory\.json is of other\.py, run\.json of train.py; a report is about one script"
     ):
         rendered({"run": RUN, "memory": other})
+    rendered({"run": RUN, "memory": {**MEMORY, "script": {"name": "./train.py"}}})  # the same script
     with pytest.raises(UsageError, match=r"b\.json is another 'run'; a report shows one of each kind; flatout compare"):
         report_html([(Path("a.json"), RUN), (Path("b.json"), RUN)])
     with pytest.raises(
@@ -361,4 +362,3 @@ def test_large_documents_make_a_small_page() -> None:
     assert len(html) < 2_000_000
     assert "and 4,900 more in the document" in html
     assert "4,096 samples, evenly taken" in html
-    rendered({"run": RUN, "memory": {**MEMORY, "script": {"name": "./train.py"}}})  # the same script
