@@ -331,7 +331,7 @@ def test_ranks_that_wait_for_one_another_hang(group: Group) -> None:
     trial = group("if step == 4 and rank == 0: time.sleep(1000)", hangs=3.0)
     trial.start()
     trial.expected_step_seconds = 0.01
-    with pytest.raises(TrialHangs, match="no step for 6 s: it hangs"):
+    with pytest.raises(TrialHangs, match=r"no step for \d+ s: it hangs"):
         trial.window([], settle=0, steps=30)
 
 
