@@ -129,9 +129,22 @@ def _checksum(batch: object) -> int:
     found = 0
     for path, tensor in tensors_in(batch):
         stored: Tensor = getattr(tensor, "data", tensor)
-        values = stored.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        found = zlib.crc32(values.data, zlib.crc32(f"{path} {tensor.dtype} {list(tensor.shape)}".encode(), found))
+        found = zlib.crc32(f"{path} {tensor.dtype} {list(tensor.shape)}".encode(), found)
+        for part in _stored(stored.detach().cpu()):
+            found = zlib.crc32(part.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
+
+
+def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a tensor holds: itself, or of a sparse one the places and values."""
+    import torch
+
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout != torch.sparse_coo:
+        tensor = tensor.to_sparse_coo()
+    whole = tensor.coalesce()
+    return whole.indices(), whole.values()
 
 
 def _samples_of(batch: object) -> int:

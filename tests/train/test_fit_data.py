@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from flatout.data.batches import Batches, Stream
-from flatout.data.given_batches import GivenBatches, batches_of
+from flatout.data.given_batches import GivenBatches, _checksum, batches_of
 from flatout.errors import UsageError
 from flatout.plan import Plan
 from flatout.train.fit import fit
@@ -146,3 +146,12 @@ def test_parts_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
         fit(step, (X, Y), epochs=1, ema=ema, objects={"ema": ema})
     with pytest.raises(UsageError, match="the epoch_scheduler is that of another optimizer"):
         fit(training(), (X, Y), epochs=1, epoch_scheduler=plateau)
+
+
+def test_sparse_batches_are_compared_as_well() -> None:
+    dense = torch.eye(8)
+    for batch in (dense.to_sparse(), dense.to_sparse_csr()):
+        assert _checksum((batch, 1)) == _checksum((batch.clone(), 1))
+        assert _checksum((batch, 1)) != _checksum((2 * batch, 1))
+    moved = dense.roll(1, 0).to_sparse()
+    assert _checksum(moved) != _checksum(dense.to_sparse())
