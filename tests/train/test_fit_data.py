@@ -148,6 +148,7 @@ def test_parts_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
         fit(training(), (X, Y), epochs=1, epoch_scheduler=plateau)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_sparse_batches_are_compared_as_well() -> None:
     dense = torch.eye(8)
     for batch in (dense.to_sparse(), dense.to_sparse_csr()):
