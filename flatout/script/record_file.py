@@ -27,13 +27,14 @@ class RecordFile:
         self._place = place or Place()
         """The last one known: a script destroys its process group before it ends."""
         self._started_at, self._next = time.time(), 0.0
-        self._ended = False
+        self._ended = self._written = False
         runner.at_second.append(self._second)
 
     def _second(self, now: float) -> None:
         if now >= self._next and os.getpid() == self._pid:
             self._next = now + WRITE_EVERY_SECONDS
-            with own_imports():
+            # Imports happen once: later the path is not changed under a thread of the script's that may be importing.
+            with contextlib.nullcontext() if self._written else own_imports():
                 self._write()
 
     def end(self) -> None:
@@ -53,6 +54,7 @@ class RecordFile:
             record = process_record(self._runner, place=self._place, started_at=self._started_at, ended=self._ended)
             with written_whole(self._path, mode=PRIVATE, durable=False) as temporary:
                 temporary.write_text(json.dumps(record.to_json(), allow_nan=False), encoding="utf-8")
+            self._written = True
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:
