@@ -441,7 +441,14 @@ class Choices:
         exactness="reduced",
         aim="memory",
         levers=("optimizer_state:LowBitState",),
-        requires=(_WHOLE_PARAMETERS,),
+        requires=(
+            Requirement(
+                other="parallel",
+                allows=lambda kind: kind in (None, "ddp"),
+                why="it needs whole parameters and their whole state, of which each rank then has a part",
+                remedy="drop one of the two, or set parallel = 'ddp'",
+            ),
+        ),
     )
     out_of_memory: Literal["split", "exact", "raise"] | None = choice(
         "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run",

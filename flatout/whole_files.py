@@ -42,3 +42,10 @@ def written_whole(path: Path, *, mode: int = 0o644, durable: bool = True) -> Ite
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def usual_mode() -> int:
+    """Of a new file, as the user's umask has it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o666 & ~mask

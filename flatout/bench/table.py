@@ -181,9 +181,14 @@ class _Run:
         starting: dict[str, ContenderProcess] = {}
         running: dict[str, Running] = {}
         try:
-            if self.setup.quick:
-                starting = {name: self._begun(name, settings) for name, settings in chosen.items()}
+            for name, settings in chosen.items() if self.setup.quick else ():
+                try:
+                    starting[name] = self._begun(name, settings)
+                except FlatoutError as error:
+                    self.left_out[name] = str(error)
             for name, settings in chosen.items():
+                if name in self.left_out:
+                    continue
                 self._say(f"{name}: starting")
                 try:
                     running[name] = self._ready(starting[name] if self.setup.quick else self._begun(name, settings))

@@ -135,7 +135,7 @@ def _built(folder: Path, name: str, compiler: list[str]) -> Path:
 def _key(name: str) -> str:
     """Of the sources, the flags and the processor. Not of the compiler: what another one built is as good."""
     text = "".join(path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
-    parts = [name, text, _processor(), *_FLAGS, *_tuning()]
+    parts = [name, text, processor(), *_FLAGS, *_tuning()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -144,7 +144,7 @@ def _tuning() -> list[str]:
     return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What code for this processor depends on: its kind and its instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -183,7 +183,8 @@ def _log_sums(  # type: ignore[no-untyped-def]
         if HAS_BIAS:
             part += tl.load(bias + start + columns, mask=inside, other=0.0).to(tl.float32)
         higher = tl.maximum(largest, tl.max(part))
-        total = total * tl.exp(largest - higher) + tl.sum(tl.exp(part - higher))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf less -inf is no number
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(part - shift))
         largest = higher
         if SMOOTHED:
             summed += tl.sum(tl.where(inside, part, 0.0))
@@ -271,7 +272,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         if HAS_BIAS:
             part += tl.load(bias + start + columns, mask=inside, other=0.0).to(tl.float32)
         higher = tl.maximum(largest, tl.max(part))
-        total = total * tl.exp(largest - higher) + tl.sum(tl.exp(part - higher))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf less -inf is no number
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(part - shift))
         largest = higher
         summed += tl.sum(tl.where(inside, part, 0.0))
     log_sum = largest + tl.log(total)

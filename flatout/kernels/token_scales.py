@@ -32,7 +32,7 @@ def to_levels(rows: Tensor) -> tuple[Tensor, Tensor]:
     levels = torch.empty(rows.shape, dtype=torch.uint8)
     scales = torch.empty(rows.shape[0], dtype=torch.float32)
     call = getattr(library, f"to_levels_{_NAMES[rows.dtype]}")
-    call(_at(rows), _whole(rows.shape[0]), _whole(rows.shape[1]), _at(levels), _at(scales))
+    call(_at(rows), _whole(rows.shape[0]), _whole(rows.shape[1]), _at(levels), _at(scales), _threads())
     return levels, scales
 
 
@@ -43,7 +43,7 @@ def scale_back(y: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         column = scales[:, None].to(y.dtype)
         return y * column if bias is None else torch.addcmul(bias.to(y.dtype), y, column)
     call = getattr(library, f"scale_back_{_NAMES[y.dtype]}")
-    call(_at(y), _whole(y.shape[0]), _whole(y.shape[1]), _at(scales), None if bias is None else _at(bias))
+    call(_at(y), _whole(y.shape[0]), _whole(y.shape[1]), _at(scales), None if bias is None else _at(bias), _threads())
     return y
 
 
@@ -68,3 +68,8 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 
 def _whole(value: int) -> ctypes.c_int64:
     return ctypes.c_int64(value)
+
+
+def _threads() -> ctypes.c_int64:
+    """Those of torch, whose OpenMP is not this library's."""
+    return _whole(torch.get_num_threads())

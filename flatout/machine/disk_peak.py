@@ -7,6 +7,7 @@ file system that holds Flatout's cache.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -58,11 +59,16 @@ def _read_samples(file: int, size_bytes: int, seconds: float) -> Measurement:
     return Measurement(name="disk read", samples_seconds=tuple(samples))
 
 
+_ESCAPE = re.compile(r"\\(\d{3})")
+"""Of a space in the name of a mount."""
+
+
 def file_system_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
     """The kind of file system that holds the path: the mount with the longest matching prefix."""
     try:
-        rows = [line.split() for line in mounts.read_text().splitlines()]
+        rows = [line.split() for line in os.fsdecode(mounts.read_bytes()).splitlines()]
     except OSError:
         return None
-    holding = [row for row in rows if len(row) > 2 and path.resolve().is_relative_to(row[1])]
-    return max(holding, key=lambda row: len(row[1]))[2] if holding else None
+    kinds = {_ESCAPE.sub(lambda found: chr(int(found[1], 8)), row[1]): row[2] for row in rows if len(row) > 2}
+    holding = [folder for folder in kinds if path.resolve().is_relative_to(folder)]
+    return kinds[max(holding, key=len)] if holding else None

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.errors import UsageError
 from flatout.memory.fake_run import is_fake
 from flatout.parallel.strategy import Strategy, group_or_none
 
@@ -91,6 +92,12 @@ def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> bool
     for one in used:
         if one.grad is None:
             one.grad = torch.zeros_like(one)
+        if one.grad.layout != torch.strided:
+            raise UsageError(
+                f"the gradient of a parameter of shape {list(one.shape)} is sparse",
+                limit="gradients are averaged whole",
+                remedy="make its embedding without sparse=True",
+            )
     for packet in packets([one.grad for one in used if one.grad is not None]):
         flat = torch.cat([one.reshape(-1) for one in packet])
         distributed.all_reduce(flat, group=group)
@@ -156,7 +163,25 @@ def _in_ddp(model: torch.nn.Module, plan: Plan, *, unused: bool) -> Strategy:
         ddp.register_comm_hook(None, COMPRESSIONS[plan.gradient_compression])
     strategy = wrapped_by_user(ddp)
     strategy.wrapper = lambda module, call: ddp(call)
+    strategy.before_step = _frozen_as(model)
     return strategy
+
+
+def _frozen_as(model: torch.nn.Module) -> Callable[[object], None]:
+    """Called before each step: UsageError where other parameters are frozen than now, as DDP averages the gradients of
+    those alone that it was made with."""
+    parameters = list(model.parameters())
+    trained = [one.requires_grad for one in parameters]
+
+    def check(_batch: object) -> None:
+        if trained != [one.requires_grad for one in parameters]:
+            raise UsageError(
+                "parameters were frozen or unfrozen in the middle of training",
+                limit="DDP averages the gradients of those that were trained from its start",
+                remedy="continue with step = step.with_plan(step.plan)",
+            )
+
+    return check
 
 
 def _syncs_buffers() -> str:

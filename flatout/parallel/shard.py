@@ -45,6 +45,12 @@ def sharded_by_user(model: torch.nn.Module) -> Strategy:
             remedy="pass a model with parameters to fully_shard",
         )
     mesh = parameter.device_mesh  # type: ignore[attr-defined]  # of a DTensor
+    if mesh.ndim > 1 and parameter.placements[0].is_replicate():  # type: ignore[attr-defined]
+        raise UsageError(
+            f"the model was given to fully_shard on a mesh of {mesh.ndim} dimensions, replicated along the first",
+            limit="its gradients are averaged over all of these ranks, and losses here over one dimension",
+            remedy="give fully_shard a mesh of one dimension",
+        )
     outputs = _Outputs()
     return Strategy(
         group=group_or_none(mesh.get_group(0)),

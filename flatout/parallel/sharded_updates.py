@@ -55,17 +55,21 @@ class ShardedUpdates:
         ]
 
     def owners(self) -> list[int]:
-        """Of each parameter, in the optimizer's order, the rank that updates it: the largest first, each to the rank
-        that has least so far. The same on all ranks, whatever trained before."""
-        parameters = parameters_of(self._optimizer)
-        if len(parameters) == len(self._owners):  # they only grow, by add_param_group
+        """Of each parameter, in the optimizer's order, the rank that updates it: of each group the largest first, each
+        to the rank that has least so far. The same on all ranks, whatever trained before; a group that is added later
+        (add_param_group) changes no owner, which has the state."""
+        groups: list[list[Tensor]] = [group["params"] for group in self._optimizer.param_groups]
+        if sum(map(len, groups)) == len(self._owners):
             return self._owners
-        load, owner = [0] * self._count, [0] * len(parameters)
-        for number in sorted(range(len(parameters)), key=lambda one: (-parameters[one].numel(), one)):
-            rank = min(range(self._count), key=lambda one: (load[one], one))
-            owner[number], load[rank] = rank, load[rank] + parameters[number].numel()
-        self._owners = owner
-        return owner
+        load, owners = [0] * self._count, list[int]()
+        for parameters in groups:
+            owner = [0] * len(parameters)
+            for number in sorted(range(len(parameters)), key=lambda one: (-parameters[one].numel(), one)):
+                rank = min(range(self._count), key=lambda one: (load[one], one))
+                owner[number], load[rank] = rank, load[rank] + parameters[number].numel()
+            owners += owner
+        self._owners = owners
+        return owners
 
     def close(self) -> None:
         """The optimizer steps by itself again; on each rank with the state of its own part only, if it has any."""

@@ -121,6 +121,9 @@ KINDS = frozenset(
 
 
 def _arithmetic(one: Operator, *, tf32: bool) -> str:
+    """KeyError for a dtype of which no rate is known."""
+    if one.dtype in ("float64", "complex64", "complex128"):
+        raise KeyError(one.dtype)
     if one.half:
         return "bf16" if one.dtype == "bfloat16" else "fp16"
     if one.operator_class == "attention":

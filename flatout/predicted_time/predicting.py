@@ -13,6 +13,7 @@ from flatout.arguments import as_plan, as_whole_number, described, wrong
 from flatout.errors import FlatoutError, UsageError, describe_error
 from flatout.machine.published_peaks import GpuEntry, catalogue_entry
 from flatout.plan import Plan
+from flatout.plan_choices import declared
 from flatout.predicted_time.fake_steps import followed
 from flatout.predicted_time.gpu_rates import H100, MEASURED_ON, gpu_time
 from flatout.predicted_time.prediction import Prediction, WhatIf
@@ -85,14 +86,14 @@ def whatif(
             predicted = on_gpu(operators, gpu, samples=samples, tf32=tf32)
             found.append(_with_memory(predicted, wanted, gpu, samples))
     if CPU in names:
-        found.append(_here(training, wanted, samples, threads))
+        found.append(_here(training, wanted, samples, threads or wanted.plan.threads))
     return whatif_of(
         found,
         name=type(step.model).__name__,
         samples=samples,
         precision=_precision(wanted.plan),
         prices=prices,
-        notes=_notes(wanted.plan),
+        notes=_notes(wanted.plan, names),
     )
 
 
@@ -301,8 +302,16 @@ def _precision(plan: Plan) -> str:
     return "TF32 where the GPU has it" if plan.matmul_precision in ("high", "medium") else "fp32"
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan, devices: Sequence[str]) -> list[str]:
+    from flatout.sizing.training import carried_out
+
     found = ["waiting for data is not included"]
     if plan.compile is not None:
         found.append("torch.compile is not predicted: the steps are those of the uncompiled model")
+    predicted = {*carried_out(plan).choices(), "compile", *(("threads",) if CPU in devices else ())}
+    if CPU not in devices:
+        predicted.add("matmul_precision")
+    left = [name for name in plan.choices() if name not in predicted and declared()[name].aim == "time"]
+    if left:
+        found.append(f"not predicted, so as without: {', '.join(left)}")
     return found

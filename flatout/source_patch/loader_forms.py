@@ -26,6 +26,11 @@ KEPT = ("pin_memory", "generator", "timeout", "pin_memory_device")
 AROUND = ("enumerate", "tqdm", "trange", "iter")
 ASKED_OF_LOADERS = ("batch_size", "batch_sampler", "sampler", "drop_last")
 """Attributes that are others for a loader of whole batches."""
+SETTINGS = (
+    *("args", "arguments", "cfg", "conf", "config", "configuration", "flags", "hparams", "hyperparameters"),
+    *("opt", "options", "opts", "params", "self", "settings"),
+)
+"""What has attributes of these names, and is no loader."""
 
 
 def fetch(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:
@@ -47,7 +52,8 @@ def fetch(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -
             )
         for file in sources.files:
             for attribute in file.find(cst.Attribute):
-                if attribute.attr.value in ASKED_OF_LOADERS and "loader" in dotted(attribute.value):
+                asked = attribute.attr.value in ASKED_OF_LOADERS
+                if asked and dotted(attribute.value).rpartition(".")[2].lower() not in SETTINGS:
                     raise NoSourceForm(f"{_place(file, attribute)} reads {dotted(attribute)}")
         _fetch_whole(sources, choice, one, given)
     return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.plan_choices import ChoiceValue
-from flatout.source_patch.sources import Sources, last_import
+from flatout.source_patch.sources import Sources
 from flatout.source_patch.tuned_loop import TunedLoop
 
 Notes = tuple[str, ...]
@@ -33,5 +33,5 @@ def _set(sources: Sources, choice: str, *lines: str) -> Notes:
     file = sources.script
     torch = sources.torch_name(file, choice)
     code = "".join(f"{torch}{line}\n" for line in lines)
-    sources.edits.insert_after(file, last_import(file), choice, code)
+    sources.edits.insert_after(file, sources.where_torch_is(file), choice, code)
     return ()

@@ -168,16 +168,19 @@ class Sources:
     def torch_name(self, file: SourceFile, choice: str) -> str:
         """What torch is called in a file; it is imported where it is not yet."""
         for statement in file.tree.body:
-            for node in file.find(cst.ImportAlias, statement):
-                if dotted(node.name) == "torch" and file.function_of(node) is None and _is_import(file, node):
-                    name = node.evaluated_alias or "torch"
-                    return name
-                if dotted(node.name).startswith("torch.") and node.asname is None and _is_import(file, node):
-                    return "torch"  # `import torch.nn` binds torch
+            if name := _binds_torch(file, statement):
+                return name
         where, code = last_import(file), "import torch\n"
         if not any(isinstance(one, Insertion) and one.node is where and one.code == code for one in self.edits.made):
             self.edits.add(Insertion(file=file, node=where, choice=choice, code=code, after=True))
         return "torch"
+
+    def where_torch_is(self, file: SourceFile) -> cst.BaseStatement | cst.SimpleStatementLine:
+        """The statement after which torch has the name that `torch_name` returns: the last of the imports at the top of
+        a file, or a later one that binds it."""
+        last, body = last_import(file), list(file.tree.body)
+        binding = next((one for one in body if _binds_torch(file, one)), last)
+        return max(last, binding, key=body.index)
 
     def fresh_name(self, file: SourceFile, wanted: str) -> str:
         """A name that the file does not use."""
@@ -186,6 +189,16 @@ class Sources:
             number += 1
             name = f"{wanted}_{number}"
         return name
+
+
+def _binds_torch(file: SourceFile, statement: cst.CSTNode) -> str:
+    """The name that torch has after this statement at the top of a file; '' where it binds none."""
+    for node in file.find(cst.ImportAlias, statement):
+        if dotted(node.name) == "torch" and file.function_of(node) is None and _is_import(file, node):
+            return node.evaluated_alias or "torch"
+        if dotted(node.name).startswith("torch.") and node.asname is None and _is_import(file, node):
+            return "torch"  # `import torch.nn` binds torch
+    return ""
 
 
 def argument_of(call: cst.Call, function: cst.FunctionDef, name: str, *, is_method: bool) -> cst.Arg | None:

@@ -58,6 +58,7 @@ from flatout.infer.exporting.report import (
 from flatout.infer.exporting.size_ranges import ranges_of
 from flatout.infer.exporting.trace import BY_DATA, ONE_OUTCOME, Traced, failure_of, quiet, trace
 from flatout.infer.left_unchanged import left_unchanged, weight_sizes
+from flatout.whole_files import usual_mode
 
 FEWER: dict[Dynamic, tuple[Dynamic, ...]] = {"length": ("batch", "none"), "batch": ("none",), "none": ()}
 """What is tried in order where fixed sizes are allowed."""
@@ -341,8 +342,9 @@ def _put_verified(
         for part in parts:
             with part.open("rb") as stream:
                 os.fsync(stream.fileno())
-            part.chmod(0o644)
-            part.replace(target.parent / part.name)
+            place = target.parent / part.name
+            part.chmod(place.stat().st_mode & 0o777 if place.exists() else usual_mode())
+            part.replace(place)
         return checks, refused, size
     finally:
         shutil.rmtree(folder, ignore_errors=True)

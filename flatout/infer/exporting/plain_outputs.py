@@ -47,7 +47,7 @@ def _plain(value: object, path: str, notes: list[str]) -> object:
             _note(notes, f"{path}, a {type(value).__name__}, is a dict in the file")
         named = {str(key): _plain(one, f"{path}[{key!r}]", notes) for key, one in fields.items()}
         return {key: one for key, one in named.items() if one is not None}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
         return type(value)(_plain(one, f"{path}[{number}]", notes) for number, one in enumerate(value))
     kind = "int" if isinstance(value, torch.SymInt) else type(value).__name__  # a size, under trace
     _note(notes, f"{path}, a {kind}, is left out: a file returns tensors")

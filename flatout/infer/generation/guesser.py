@@ -85,7 +85,7 @@ class Guesser:
     def _drafts(self, texts: Sequence[Text], room: Sequence[int]) -> tuple[list[list[int]], list[Tensor] | None]:
         """Guesses of the draft, and for sampling what each was drawn from: fp32 [guesses, vocabulary] of each text."""
         assert self._draft is not None
-        longest = self._draft.cache.length
+        longest = min(self._draft.cache.length, self._draft.decoder.max_tokens)  # the cache is rounded up
         guesses: list[list[int]] = [[] for _ in texts]
         drawn_from: list[list[Tensor]] = [[] for _ in texts]
         for step in range(max(room)):

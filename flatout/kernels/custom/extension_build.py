@@ -30,6 +30,7 @@ from flatout import environment
 from flatout.errors import MachineError, UsageError
 from flatout.file_locks import lock_now
 from flatout.kernels.custom import doctor, sanitizer
+from flatout.kernels.native import processor
 from flatout.kernels.own_folder import Refused, check_ours, own_folder
 
 FOLDER = "extensions"
@@ -99,6 +100,9 @@ def tell_watchers(stage: Stage, name: str) -> None:
 def key_of(build: Build) -> str:
     parts = [repr(build), torch.__version__, sys.version, platform.machine(), environment.cpp_compiler()]
     parts += [str(environment.sanitizes_extensions()), environment.cuda_architectures(), *_processor_flags()]
+    parts.append(processor())  # the cache may be in a home directory that several machines share
+    if build.uses_cuda:
+        parts += [repr(torch.cuda.get_device_capability(number)) for number in range(torch.cuda.device_count())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -66,6 +66,8 @@ class LossRun {
     {
       Tiles tiles;
       const int64_t me = omp_get_thread_num();
+#pragma omp single
+      team_ = omp_get_num_threads();  // OpenMP may give fewer than asked for, and the sums of others are old
       pack_hidden();
       add_up_all(sums.data() + me * rows_);
 #pragma omp for schedule(static)
@@ -189,6 +191,7 @@ class LossRun {
         for (int64_t c = 0; c < std::min(kSide, classes_ - (strip + j) * kSide); ++c) sums.scores += line[c];
     }
     const float largest = best.largest();
+    if (largest == -INFINITY) return;  // no class so far has a share: -inf less -inf is no number
     for (int64_t j = 0; j < count; ++j)
       total = total + (Line::load(scores + j * kStep) - Line::all(largest)).exponential();
     if (sums.exponentials != 0.0f) sums.exponentials *= exponential(sums.largest - largest);
@@ -202,10 +205,9 @@ class LossRun {
     for (int64_t t = 0; t < job_.threads; ++t) all.largest = std::max(all.largest, sums[t * rows_ + row].largest);
     for (int64_t t = 0; t < job_.threads; ++t) {
       const RowSums& one = sums[t * rows_ + row];
-      if (one.exponentials == 0.0f) continue;
-      all.exponentials += one.exponentials * std::exp(one.largest - all.largest);
       all.scores += one.scores;
       all.target += one.target;
+      if (one.exponentials != 0.0f) all.exponentials += one.exponentials * std::exp(one.largest - all.largest);
     }
     const float log_sum = all.largest + std::log(all.exponentials);
     const float mean = job_.smoothing == 0.0f ? 0.0f : job_.smoothing * all.scores / static_cast<float>(classes_);
@@ -275,7 +277,7 @@ class LossRun {
       const int64_t columns = std::min(kSide, width_ - step * kSide);
       for (int64_t c = 0; c < columns; ++c) {
         float sum = 0.0f;
-        for (int64_t t = 0; t < job_.threads; ++t) sum += block[t * size + c];
+        for (int64_t t = 0; t < team_; ++t) sum += block[t * size + c];
         job_.of_hidden[row * width_ + step * kSide + c] = sum;
       }
     }
@@ -283,6 +285,7 @@ class LossRun {
 
   const Loss& job_;
   int64_t rows_, width_, classes_, steps_, turns_, strips_, group_;
+  int64_t team_ = 1;  // threads that take part
   uint16_t* left_;   // rows: strip, then step of the width
   uint16_t* right_;  // the same numbers, [rows, width], as a right side: step of the width, then strip of rows
 };

@@ -27,8 +27,8 @@ inline void store(uint16_t* p, int64_t i, float value) {  // to the nearest, hal
 }
 
 template <typename T>
-void to_levels(const T* x, int64_t rows, int64_t width, uint8_t* levels, float* scales) {
-#pragma omp parallel for schedule(static)
+void to_levels(const T* x, int64_t rows, int64_t width, uint8_t* levels, float* scales, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t t = 0; t < rows; ++t) {
         const T* row = x + t * width;
         float largest = 0.0f, sum = 0.0f;
@@ -51,8 +51,8 @@ void to_levels(const T* x, int64_t rows, int64_t width, uint8_t* levels, float* 
 }
 
 template <typename T>
-void scale_back(T* y, int64_t rows, int64_t width, const float* scales, const float* bias) {
-#pragma omp parallel for schedule(static)
+void scale_back(T* y, int64_t rows, int64_t width, const float* scales, const float* bias, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t t = 0; t < rows; ++t) {
         T* row = y + t * width;
         float scale = scales[t];
@@ -70,16 +70,16 @@ void scale_back(T* y, int64_t rows, int64_t width, const float* scales, const fl
 
 extern "C" {
 
-void to_levels_f32(const float* x, int64_t rows, int64_t width, uint8_t* levels, float* scales) {
-    to_levels(x, rows, width, levels, scales);
+void to_levels_f32(const float* x, int64_t rows, int64_t width, uint8_t* levels, float* scales, int64_t threads) {
+    to_levels(x, rows, width, levels, scales, threads);
 }
-void to_levels_bf16(const uint16_t* x, int64_t rows, int64_t width, uint8_t* levels, float* scales) {
-    to_levels(x, rows, width, levels, scales);
+void to_levels_bf16(const uint16_t* x, int64_t rows, int64_t width, uint8_t* levels, float* scales, int64_t threads) {
+    to_levels(x, rows, width, levels, scales, threads);
 }
-void scale_back_f32(float* y, int64_t rows, int64_t width, const float* scales, const float* bias) {
-    scale_back(y, rows, width, scales, bias);
+void scale_back_f32(float* y, int64_t rows, int64_t width, const float* scales, const float* bias, int64_t threads) {
+    scale_back(y, rows, width, scales, bias, threads);
 }
-void scale_back_bf16(uint16_t* y, int64_t rows, int64_t width, const float* scales, const float* bias) {
-    scale_back(y, rows, width, scales, bias);
+void scale_back_bf16(uint16_t* y, int64_t rows, int64_t width, const float* scales, const float* bias, int64_t threads) {
+    scale_back(y, rows, width, scales, bias, threads);
 }
 }

@@ -97,11 +97,12 @@ def norm_of_parts(parameters: list[Tensor], across: Across) -> Tensor:
 def overflow_on_all(parameters: list[Tensor], across: Across) -> None:
     """Where a rank's gradient is not finite, make all ranks' so: each one's scaler then skips this step."""
     gradients = [one.grad for one in parameters if one.grad is not None]
-    if not gradients:
-        return
-    bad = (~torch.nn.utils.get_total_norm(gradients, norm_type=float("inf")).isfinite()).float()
-    distributed.all_reduce(bad, distributed.ReduceOp.MAX, group=across.group)
-    gradients[0].add_(torch.where(bad > 0, float("inf"), 0.0).to(gradients[0].dtype))
+    bad = torch.zeros((), device=parameters[0].device)
+    if gradients:
+        bad = (~torch.nn.utils.get_total_norm(gradients, norm_type=float("inf")).isfinite()).float()
+    distributed.all_reduce(bad, distributed.ReduceOp.MAX, group=across.group)  # also by a rank without a gradient
+    if gradients:
+        gradients[0].add_(torch.where(bad > 0, float("inf"), 0.0).to(gradients[0].dtype))
 
 
 class SameBatch:

@@ -134,7 +134,7 @@ class Replica:
     def _torch_imported(self, torch: ModuleType) -> None:
         from torch import distributed
 
-        from flatout.levers.grad_attribute import delete_grad, grad_replaced, set_grad
+        from flatout.levers.grad_attribute import delete_grad, grad_replaced
         from flatout.script.replicas.gradients import Trained
 
         self._of_script = Trained()
@@ -146,7 +146,9 @@ class Replica:
             replace(distributed, "is_initialized", lambda original: lambda: False)  # the group is none of the script's
             replace(distributed, "init_process_group", lambda original: self._refused_call("torch.distributed"))
         if self.count > 1:
-            self._stack.enter_context(grad_replaced(self.steps.reads_gradients, set_grad, delete_grad))
+            self._stack.enter_context(
+                grad_replaced(self.steps.reads_gradients, self.steps.writes_gradients, delete_grad)
+            )
         os.register_at_fork(after_in_child=self._forked)
         for callback in self.at_torch:
             callback(torch)

@@ -42,6 +42,8 @@ class TrainingSteps:
         """Models whose mode the script has set, or that it has trained."""
         self._same: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models that have the first rank's weights."""
+        self._sent: dict[int, weakref.ref[Tensor]] = {}
+        """Id -> a weight that is the first rank's: what was computed with it must not see it written to again."""
         self._inside = self._setting_mode = self._in_backward = self._averaging = self._dirty = False
         self._losses_seen = 0
         self.batch_norms = 0
@@ -118,9 +120,10 @@ class TrainingSteps:
         self._same.add(module)
         from flatout.script.replicas.gradients import from_first, weights_of
 
-        weights = list(weights_of(module))
+        weights = [one for one in weights_of(module) if not self._is_sent(one)]
         if not weights:
             return
+        self._sent.update((id(one), weakref.ref(one)) for one in weights)
         self._check_layers(module)
         self.modes.add(module)
         self._replica.trained.add_module(module)
@@ -135,6 +138,10 @@ class TrainingSteps:
                 )
             with self._replica.exchanging():
                 from_first(weights, self._replica.agreement.group)
+
+    def _is_sent(self, weight: Tensor) -> bool:
+        known = self._sent.get(id(weight))
+        return known is not None and known() is weight
 
     def _check_layers(self, module: nn.Module) -> None:
         from flatout.train.split import batch_coupled_layers
@@ -195,6 +202,8 @@ class TrainingSteps:
 
     def _weight(self, roots: list[Tensor]) -> float:
         """By how much this pass counts in the mean over the ranks."""
+        if not self._replica.data.handed and not self._replica.data.on_share:
+            raise self._no_share()
         if self._replica.data.handed:
             shares = [share for _, share in self._replica.data.handed]
             if len({(share.weight, share.even) for share in shares}) > 1 and not all(one.even for one in shares):
@@ -277,6 +286,7 @@ class TrainingSteps:
         def __init__(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
             original(optimizer, *args, **kwargs)
             if self._replica.here():
+                self._check_parameters(optimizer)
                 self._replica.trained.add_optimizer(optimizer)
 
         return __init__
@@ -288,6 +298,34 @@ class TrainingSteps:
             return get_grad(parameter)
 
         return read
+
+    @property
+    def writes_gradients(self) -> Callable[[Tensor, Tensor | None], None]:
+        """In place of setting a parameter's own `grad`."""
+        from flatout.levers.grad_attribute import set_grad
+
+        def write(parameter: Tensor, value: Tensor | None) -> None:
+            by_hand = value is not None and not self._in_backward and not self._averaging
+            if by_hand and self._replica.data.handed and self._replica.here():
+                raise self._replica.refusals.refuse(
+                    f"{self._replica.line()}: the script sets gradients itself, and no backward pass has computed them",
+                    limit="gradients are exchanged that loss.backward() computes",
+                    remedy="use loss.backward() in place of torch.autograd.grad, or one device",
+                )
+            set_grad(parameter, value)
+
+        return write
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        import torch
+
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        if self._replica.count > 1 and not all(isinstance(one, torch.nn.Parameter) for one in every):
+            raise self._replica.refusals.refuse(
+                f"{self._replica.line()}: the optimizer trains a tensor that is no torch.nn.Parameter",
+                limit="when a gradient is read is followed for parameters alone",
+                remedy="make it a torch.nn.Parameter, or use one device",
+            )
 
     def _step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Before every optimizer's step."""
