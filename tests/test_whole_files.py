@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.whole_files import PRIVATE, written_whole
+from flatout.whole_files import PRIVATE, usual_mode, written_whole
 
 
 def test_a_file_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path: Path) -> None:
@@ -77,3 +77,12 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     with written_whole(Path(os.devnull)) as path:
         path.write_text("gone")
     assert not Path(os.devnull).is_file()
+
+
+def test_a_new_file_is_as_open_as_the_user_wants_them() -> None:
+    before = os.umask(0o027)
+    try:
+        assert usual_mode() == 0o640
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)

@@ -178,9 +178,9 @@ class Sources:
     def where_torch_is(self, file: SourceFile) -> cst.BaseStatement | cst.SimpleStatementLine:
         """The statement after which torch has the name that `torch_name` returns: the last of the imports at the top of
         a file, or a later one that binds it."""
-        last, body = last_import(file), list(file.tree.body)
-        binding = next((one for one in body if _binds_torch(file, one)), last)
-        return max(last, binding, key=body.index)
+        last, places = last_import(file), {id(one): place for place, one in enumerate(file.tree.body)}
+        binding = next((one for one in file.tree.body if _binds_torch(file, one)), last)
+        return binding if places[id(binding)] > places[id(last)] else last
 
     def fresh_name(self, file: SourceFile, wanted: str) -> str:
         """A name that the file does not use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,17 @@ def test_too_little_memory_leaves_a_contender_out(monkeypatch: pytest.MonkeyPatc
     run = table._Run(workload(contender("plain torch", "plain")), CPU, Effort(rounds=1, tune_seconds=1.0), print)
     run.largest_bytes = 1 << 30
     assert run.measure().left_out == {"plain torch": "1 MiB of memory are left; another contender took 1 GiB"}
+
+
+def test_so_it_does_where_all_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        available = 1 << 20
+
+    monkeypatch.setattr(table.psutil, "virtual_memory", Memory)
+    contenders = workload(contender("plain torch", "plain"), contender("other", "plain"))
+    run = table._Run(contenders, replace(CPU, quick=True), Effort(rounds=1, tune_seconds=1.0), print)
+    run.largest_bytes = 1 << 30
+    assert {*run.measure().left_out} == {"plain torch", "other"}
 
 
 def test_flatout_runs_what_its_search_found_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,10 @@ where the same code runs without them."""
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from ctypes import CDLL
 from pathlib import Path
@@ -325,6 +328,46 @@ def test_the_loss_without_targets_and_with_frozen_weights() -> None:
     assert hidden.grad is not None
     assert not hidden.grad.any()
     assert linear_cross_entropy(hidden, weight, targets, reduction="sum").item() == 0
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+def test_classes_that_are_ruled_out_do_not_make_the_loss_undefined() -> None:
+    """By a bias of -inf, of all classes that are looked at first."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 33).to(BF16).requires_grad_(), torch.randn(9000, 33).to(BF16).requires_grad_()
+    bias = torch.zeros(9000)
+    bias[:8000] = -math.inf
+    targets = torch.randint(8000, 9000, (40,))
+    found = linear_cross_entropy(hidden, weight, targets, bias)
+    expected = functional.cross_entropy(functional.linear(exact(hidden), exact(weight), bias.double()), targets)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
+    found.backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+def test_fewer_threads_than_asked_for_add_up_what_they_have(build: None) -> None:
+    """OpenMP may give fewer, and sums of an earlier call lie where the others would have been."""
+    program = """
+import torch
+from torch.nn import functional
+from flatout.kernels import matrix_units
+from flatout.kernels.linear_cross_entropy import linear_cross_entropy
+matrix_units.obstacle = lambda: None
+torch.set_num_threads(4)
+torch.manual_seed(0)
+weight, targets = torch.randn(3000, 64).bfloat16(), torch.randint(0, 3000, (96,))
+for _ in range(3):
+    hidden = torch.randn(96, 64).bfloat16().requires_grad_()
+    linear_cross_entropy(hidden, weight, targets).backward()
+    exact = hidden.detach().double().requires_grad_()
+    functional.cross_entropy(functional.linear(exact, weight.double()), targets).backward()
+    assert (hidden.grad.double() - exact.grad).norm() < 0.02 * exact.grad.norm()
+"""
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_classes_of_the_loss_are_checked() -> None:

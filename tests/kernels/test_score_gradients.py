@@ -226,3 +226,16 @@ def test_large_scores_do_not_overflow() -> None:
     tensors[0] *= 1e4
     for one, other in zip(with_gradients(ours, tensors), with_gradients(plain, tensors), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@here
+@pytest.mark.usefixtures("several_blocks")
+def test_classes_that_are_ruled_out_first() -> None:
+    hidden, weight, bias, targets = made(7, 37, torch.float32, ignored=0.0)
+    bias[:20] = -float("inf")
+    targets = 20 + targets % 17
+    expected = plain(hidden, weight, bias, targets)
+    for chunk_bytes in (1, 1 << 20):
+        found = with_gradients(ours, [hidden, weight, bias, targets], chunk_bytes=chunk_bytes)
+        torch.testing.assert_close(found[0], expected)
+        assert found[1].isfinite().all()

@@ -233,3 +233,12 @@ def test_a_gpu_that_others_use_gives_contended_ceilings(
 
     monkeypatch.setattr(measured_peaks, "NvidiaSensors", Driver)
     assert measured_peaks._gpu_is_busy("GPU-own") is busy
+
+
+def test_mounts_may_have_any_name(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    place = tmp_path / "my disk"
+    escaped = str(place).replace(" ", "\\040")
+    mounts.write_bytes(f"/dev/a / ext4 rw 0 0\n/dev/b {escaped} xfs rw 0 0\n".encode() + b"/dev/c /m\xe9 vfat rw 0 0\n")
+    assert file_system_of(place / "x", mounts) == "xfs"
+    assert file_system_of(tmp_path, mounts) == "ext4"

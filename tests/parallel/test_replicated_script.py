@@ -108,6 +108,32 @@ def test_ranks_that_decide_by_their_own_loss_end_with_the_reason(run: Run) -> No
     assert "decide when to stop" in ended.stderr
 
 
+BY_HAND = """
+        optimizer.zero_grad()
+        weights = list(model.parameters())
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights)):
+            weight.grad = gradient
+"""
+
+
+@pytest.mark.slow
+def test_gradients_that_the_script_sets_are_refused(run: Run) -> None:
+    ended = run(
+        BEGIN + LOOP.replace("        optimizer.zero_grad()\n        loss.backward()\n", BY_HAND), "--devices", "2"
+    )
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "the script sets gradients itself, and no backward pass has computed them" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_part_of_a_model_may_be_called_beside_it(run: Run) -> None:
+    beside = "loss = F.cross_entropy(model(a), b) + model[0](a).square().mean()"
+    source = BEGIN + LOOP.replace("loss = F.cross_entropy(model(a), b)", beside) + "print(float(loss))"
+    plain, shared = run(source), run(source, "--devices", "2", "--loss", "mean")
+    assert shared.returncode == 0, shared.stderr
+    assert plain.returncode == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "options", "status", "said"),
@@ -159,6 +185,10 @@ REFUSED = {
     "batch of one": (
         "optimizer = torch.optim.SGD(model.parameters())\nfor a in DataLoader(data): pass",
         "batches have 1 sample, and there are 2 ranks",
+    ),
+    "a plain tensor": (
+        "optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)])",
+        "the optimizer trains a tensor that is no torch.nn.Parameter",
     ),
     "DataParallel": ("nn.DataParallel(model)", "uses DataParallel"),
     "torch.distributed": (

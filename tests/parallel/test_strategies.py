@@ -296,3 +296,82 @@ def test_gradients_are_sent_in_16_bits_where_that_is_asked_for(run_ranks: RunRan
     for code, _, errors in run_ranks(COMPRESSED.replace("fp16", "bf16"), 2):
         assert code != 0
         assert "gradient_compression is 'bf16', and the model is on the CPU; torch sends bf16 gradients" in errors
+
+
+UNFROZEN = """
+import flatout
+from flatout import Plan, TrainStep
+from flatout.errors import UsageError
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+model[0].requires_grad_(False)
+plan = Plan(parallel="ddp")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), plan)
+batch = torch.randn(4, 3) + rank
+for _ in range(3):
+    step(batch)
+model[0].requires_grad_(True)
+try:
+    step(batch)
+except UsageError as error:
+    print(error.what)
+step = step.with_plan(plan)
+for _ in range(3):
+    step(batch)
+sums = [torch.zeros(1) for _ in range(2)]
+torch.distributed.all_gather(sums, model[0].weight.detach().sum().reshape(1))
+print(torch.equal(*sums))
+leave()
+"""
+
+
+def test_layers_that_are_unfrozen_later_are_trained_by_a_new_step(run_ranks: RunRanks) -> None:
+    """DDP would leave their gradients as each rank has them."""
+    said = "parameters were frozen or unfrozen in the middle of training\nTrue\n"
+    assert run_ranks(UNFROZEN, 2) == [(0, said, "")] * 2
+
+
+SPARSE = """
+from flatout import Plan, TrainStep
+from flatout.errors import UsageError
+model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), Plan(parallel="ddp"))
+try:
+    step(torch.randint(0, 5, (4,)))
+except UsageError as error:
+    print(error.what)
+leave()
+"""
+
+
+def test_sparse_gradients_are_refused(run_ranks: RunRanks) -> None:
+    for code, said, errors in run_ranks(SPARSE, 2):
+        assert (code, errors) == (0, "")
+        assert said == "the gradient of a parameter of shape [5, 4] is sparse\n"
+
+
+GROUP_ADDED = """
+from flatout import Plan, TrainStep
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2), nn.Linear(2, 40))
+optimizer = torch.optim.Adam(model[:2].parameters(), 0.1)
+step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), Plan(parallel="zero1"))
+batch = torch.randn(4, 3) + rank
+for _ in range(3):
+    step(batch)
+optimizer.add_param_group({"params": list(model[2].parameters())})
+step(batch)
+steps = {name: int(optimizer.state[one]["step"]) for name, one in model.named_parameters() if one in optimizer.state}
+print(sorted({count for name, count in steps.items() if not name.startswith("2.")}), len(steps))
+leave()
+"""
+
+
+def test_a_group_that_is_added_changes_no_owner(run_ranks: RunRanks) -> None:
+    """The moments of what was trained before stay."""
+    ended = run_ranks(GROUP_ADDED, 2)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [said.split("] ")[0] for _, said, _ in ended] == ["[4", "[4"]
+    assert sum(int(said.split("] ")[1]) for _, said, _ in ended) == 6

@@ -109,3 +109,8 @@ def test_the_errors_that_the_documentation_states() -> None:
     errors = json.loads(MEASURED.read_text())["errors"]["left out, without the recurrent model"]
     assert errors["median"] < 0.15
     assert errors["nine in ten"] < 0.3
+
+
+def test_products_in_fp64_have_no_rate() -> None:
+    with pytest.raises(KeyError, match="float64"):
+        gpu_time([product(dtype="float64")], catalogue_entry("rtx-4090"), H100, tf32=True)

@@ -107,6 +107,12 @@ def test_compiling_is_not_predicted_and_said() -> None:
     assert any("torch.compile" in note for note in found.notes)
 
 
+def test_choices_that_are_not_predicted_are_said() -> None:
+    step, batch = mlp_step()
+    found = flatout.whatif(step, batch, devices=["h100"], plan=Plan(attention="fused", matmul_precision="high"))
+    assert "not predicted, so as without: attention" in found.notes
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators and steps are timed for as short as it goes: the test does not ask how well."""

@@ -97,6 +97,7 @@ def test_settings_stand_after_the_imports(tmp_path: Path, choices: dict[str, Any
         ("import torch as th\nimport os\nprint(1)\n", "+\n+th.set_num_threads(1)\n"),
         ("import torch.nn as nn\nprint(1)\n", "+import torch\n+\n+torch.set_num_threads(1)\n"),
         ("import torch.nn\nimport os\nprint(1)\n", "+\n+torch.set_num_threads(1)\n"),
+        ("import torch.nn as nn\nprint(0)\nimport torch\nprint(1)\n", "+\n+torch.set_num_threads(1)\n"),
         ("import os\n\ndef f():\n    import torch\n", "+import torch\n+\n+torch.set_num_threads(1)\n"),
         (
             "'''doc'''\nfrom __future__ import annotations\nfrom torch import nn\n",
@@ -395,6 +396,7 @@ def test_whole_batches_of_a_tensor_data_set(tmp_path: Path) -> None:
         ("shuffle=True", "**more", "known only when it runs"),
         ("shuffle=True", "shuffle=args.shuffle", "shuffle is args.shuffle"),
         ("    test(model, loader)\n", "    print(loader.batch_size)\n", "reads loader.batch_size"),
+        ("    test(model, loader)\n", "    dl = loader; print(dl.drop_last)\n", "reads dl.drop_last"),
         (
             "for data, target in loader:\n        optimizer",
             "for data, target in other:\n        optimizer",

@@ -45,6 +45,7 @@ class Outputs(Linear):
             "dataclass": Scores(y, y.argmax(1)),
             "named tuple": Both(y, y.sum(1)),
             "with an object": {"y": y, "name": "scores"},
+            "with a size": {"y": y, "shape": torch.Size([1, 2])},
         }
         return kinds[self.kind]
 

@@ -126,6 +126,7 @@ def _packaged(program: torch.export.ExportedProgram, *, package_path: str) -> No
         ("dataclass", ["scores", "best"], "output, a Scores, is a dict in the file"),
         ("named tuple", ["first", "second"], "output, a Both, is a dict in the file"),
         ("with an object", ["y"], "output['name'], a str, is left out: a file returns tensors"),
+        ("with a size", ["y"], "output['shape'], a Size, is left out: a file returns tensors"),
     ],
 )
 def test_outputs_without_anybody_s_class(kind: str, names: list[str], note: str, tmp_path: Path) -> None:
