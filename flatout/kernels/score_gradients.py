@@ -275,7 +275,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf less -inf is no number
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(part - shift))
         largest = higher
-        summed += tl.sum(tl.where(inside, part, 0.0))
+        summed += tl.sum(tl.where(inside & (smoothing > 0.0), part, 0.0))  # 0 times -inf is no number
     log_sum = largest + tl.log(total)
     loss = log_sum - (1.0 - smoothing) * at_target - smoothing * summed / CLASSES
     tl.store(losses + row, tl.where(counts, loss, 0.0))
