@@ -201,16 +201,22 @@ def minute(document: Document) -> str:
     for name in filter(document["scripts"].__contains__, titles):
         found = document["scripts"][name]
         short, long, compared = found["short"], found["long"], found["comparison"]
-        gains = [ratio(tune["speedup"]) if tune["speedup"] else "nothing kept" for tune in (short, long)]
+        gains = [_gain(tune) for tune in (short, long)]
         share = "the same plan" if compared is None else f"{_thousandths(compared)[1:]}"
         after = short["most_of_the_gain_after_seconds"]
         seconds = f"{short['seconds']:.0f} s"
-        step = format_seconds(short["step_seconds"])
+        step = format_seconds(short["step_seconds"] or long["step_seconds"])
         rows.append([titles[name], step, *gains, share, seconds, "" if after is None else f"{after:.0f} s"])
     long_seconds = {found["long"]["budget_seconds"] for found in document["scripts"].values()}
     minutes = " or ".join(f"{seconds / 60:.0f}" for seconds in sorted(long_seconds))
     header = ["script", "plain step", "a minute", f"{minutes} minutes", "one over the other", "took", "most after"]
     return table(header, rows, above(document))
+
+
+def _gain(tune: Document) -> str:
+    if tune["speedup"]:
+        return ratio(tune["speedup"])
+    return "refused: too short" if "refused" in tune else "nothing kept"
 
 
 def _exactness(tune: Document) -> str:
