@@ -99,6 +99,8 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
     if fields["parallel"] in ("fsdp", *SAME_BATCH):
         whole = ("kernels", "loss", "activation_offload", "optimizer_in_backward", "optimizer_state")
         fields |= dict.fromkeys(whole)
+    if fields["parallel"] == "zero1":
+        fields |= {"optimizer_state": None}
     if fields["weights"] != "int8":
         fields |= {"activations": None}
     fields |= {"arguments_digest": None} if fields["argv"] else {}
