@@ -111,10 +111,10 @@ class Supervised:
             outputs = model(**inputs)
         else:
             outputs = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        if not _is_tensor(outputs) or not _is_tensor(targets):
+        if not _is_tensor(outputs) or not _is_tensor(targets) or outputs.dim() <= 2:
             return outputs, targets
         indices = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
-        if indices and outputs.shape[:-1] == targets.shape and outputs.dim() > 2:
+        if indices and outputs.shape[:-1] == targets.shape:
             if outputs.shape[:1] + outputs.shape[2:] == targets.shape:
                 raise UsageError(
                     f"the model returns {list(outputs.shape)}, and the targets are {list(targets.shape)}",

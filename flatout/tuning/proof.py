@@ -218,23 +218,30 @@ def diverges(plain: Numerics, checked: Numerics, noisy: Numerics | None = None) 
     )
 
 
-def drifts(plain: Numerics, coarse: Numerics, free: Numerics) -> str | None:
+def drifts(plain: Numerics, free: Numerics, coarse: Numerics | None = None) -> str | None:
     """Why the candidate, run freely, does not train as the plain run does; `coarse` is a plain run whose weights were
-    moved by a 16-bit rounding error at the start."""
+    moved by a 16-bit rounding error at the start, None: the noise explains nothing beyond the fixed limit."""
     if reason := unlike_structure(plain, free) or _not_finite(plain, free):
         return reason
     found = late_differences(plain, free)
     if not found:
         return f"there are not {LEAST_LOSSES} losses to compare, and the gradients differ by more than rounding"
-    moved = late_differences(plain, coarse)
+    moved = [] if coarse is None else late_differences(plain, coarse)
     if len(moved) != len(found):  # losses that were not finite in it explain nothing
         moved = [[0.0]] * len(found)
     for stream, own in zip(found, moved, strict=True):
         spread = math.sqrt(sum(value**2 for value in own) / len(own))
         mean = sum(stream) / len(stream)
         if abs(mean) > max(REDUCED_DRIFT_LIMIT, 3 * spread):
-            return f"its loss is {mean:+.1%} off in the later half; 16-bit noise in the weights explains {spread:.1%}"
+            explained = "" if coarse is None else f"; 16-bit noise in the weights explains {spread:.1%}"
+            return f"its loss is {mean:+.1%} off in the later half{explained}"
     return None
+
+
+def may_drift_by_noise(plain: Numerics, free: Numerics) -> bool:
+    """Could a plain run with 16-bit noise in its first weights explain how far the losses of a free run are off?"""
+    comparable = unlike_structure(plain, free) is None and _not_finite(plain, free) is None
+    return comparable and bool(late_differences(plain, free))
 
 
 def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:

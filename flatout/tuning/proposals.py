@@ -80,11 +80,20 @@ class Proposals:
 
     def saving(self, choice: Choice) -> Saving:
         """The lever's prediction, corrected by earlier tunes. It is against the plain step: where another value of the
-        same lever is kept, nothing says which is faster."""
+        same lever is kept, nothing says which is faster, and this one may save nothing of what that one saved."""
         own = choice.lever.saving(self._machine, self._state.observed)
         if any(one.lever is choice.lever and one.value != choice.value for one in self._state.kept):
-            own = replace(own, expected=min(own.expected, 0.0), why="another value of it is kept")
+            undone = self._saving_of_undoing(choice.field)
+            expected, least = min(own.expected, 0.0), min(own.least, undone)
+            own = replace(own, expected=expected, least=least, why="another value of it is kept")
         return self._history.corrected(own, choice.label, self._training)
+
+    def _saving_of_undoing(self, field: str) -> float:
+        """At worst, of the step with it; below 0. 0 where that was not measured."""
+        trial = self._state.kept_trial(field)
+        if trial is None or trial.comparison is None:
+            return 0.0
+        return min(0.0, 1.0 - (trial.comparison.high if trial.comparison.has_interval else trial.comparison.ratio))
 
     def promise(self, name: str) -> float:
         """The greatest is tried next."""

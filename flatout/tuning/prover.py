@@ -37,7 +37,8 @@ WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
 """Only a run of more than two epochs shows what a script does once per epoch; more, because a step has passed
 before."""
-LEAST_STEPS = 8
+LEAST_STEPS = 5
+"""Of a proof whose steps are so long that there is no time for more; every second one is a check step then."""
 CHECKS, STEPS_A_CHECK = 24, 4
 SHARE_FOR_RUNS = 0.7
 """Of the time; the rest is for finding a lever at fault."""
@@ -116,7 +117,7 @@ def least_seconds(pattern: Pattern, trials: Trials, claims: Collection[Exactness
 
 
 class RunsMade(NamedTuple):
-    """Runs in the proof of a set of claims, where plain runs agree."""
+    """Usual runs in the proof of a set of claims, where plain runs agree."""
 
     all: int
     with_levers: int
@@ -124,10 +125,10 @@ class RunsMade(NamedTuple):
     @classmethod
     def for_claims(cls, claims: Collection[Exactness]) -> RunsMade:
         """A plain one and one per class, with its levers and all stricter ones; where rounding is allowed, one from
-        nudged weights; for 'reduced', one from coarsely nudged weights and a free one with the levers."""
+        nudged weights; for 'reduced', a free one with the levers."""
         reduced = "reduced" in claims
         with_levers = len({*claims}) + reduced
-        return cls(all=1 + (reduced or "rounding" in claims) + reduced + with_levers, with_levers=with_levers)
+        return cls(all=1 + (reduced or "rounding" in claims) + with_levers, with_levers=with_levers)
 
 
 class Prover:
@@ -243,7 +244,7 @@ class Prover:
         near = self._repeats is not None or judge.repeats_to_rounding(plain, nudged)
         if not near and self._repeats_how() == "no":
             return Judged("statistical", "", {})
-        checked = self._record(choices, role="checked")
+        checked = self._record(choices, role="checked", then=choices if claimed == "reduced" else None)
         nudged = self._with_farther(plain, nudged, checked)
         evidence: Evidence = {
             "loss_difference": judge.largest_loss_difference(plain, checked),
@@ -295,14 +296,20 @@ class Prover:
     ) -> Judged:
         if reason := judge.not_reduced(plain, nudged, checked) or self._diverges(plain, checked, choices):
             return Judged("rejected", reason, evidence)
-        coarse = self._coarse = self._coarse or self._record([], nudge="16-bit", then=choices)
         free = self._record(choices)
-        if reason := judge.drifts(plain, coarse, free):
+        reason = judge.drifts(plain, free, self._coarse)
+        if reason is not None and self._coarse is None and judge.may_drift_by_noise(plain, free):
+            self._progress("proof: do the losses of a plain run with 16-bit noise in its first weights drift as much?")
+            self._coarse = self._record([], nudge="16-bit")
+            reason = judge.drifts(plain, free, self._coarse)
+        if reason is not None:
             return Judged("rejected", reason, evidence)
         drift = _largest_mean(judge.late_differences(plain, free))
-        own = _largest_mean(judge.late_differences(plain, coarse))
         evidence = {**evidence, "loss_drift": drift, "candidate_losses": free.mean_losses()}
-        level = f"losses of the later half {drift:+.2%} off (16-bit noise in the first weights: {own:+.2%})"
+        level = f"losses of the later half {drift:+.2%} off"
+        if self._coarse is not None:
+            own = _largest_mean(judge.late_differences(plain, self._coarse))
+            level += f" (16-bit noise in the first weights: {own:+.2%})"
         reason = f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}"
         return Judged("reduced", reason, evidence)
 
@@ -443,7 +450,7 @@ class Prover:
     def _check_steps(self, steps: int) -> tuple[int, ...]:
         """For few steps, every second one, so that a step from the run's own state lies in between, and the last, whose
         update shows nowhere else."""
-        if self._pattern.few is not None:
+        if self._pattern.few is not None or steps < 2 * STEPS_A_CHECK:
             return tuple(sorted({*range(0, steps, 2), steps - 1}))
         count = max(1, min(CHECKS, steps // STEPS_A_CHECK))
         return tuple(i * steps // count for i in range(count))
@@ -479,6 +486,8 @@ class Prover:
         if pattern.epoch_steps:
             wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
         runs = RunsMade.for_claims(claims)
+        if "reduced" in claims:
+            runs = runs._replace(all=runs.all + 1)  # one more where losses drift
         starting = pattern.starting_seconds(self._trials, runs)
         available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - starting)
         least = LEAST_SHARE * self._deadline.budget_seconds

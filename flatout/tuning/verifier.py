@@ -38,8 +38,8 @@ new processes took up to twice as long as the restarts of a search let expect.""
 STEPS_SHARE = 0.4
 """Share of the whole budget that a search reserves at most for the verifier's steps, besides its starts."""
 
-RUNS_TO_PROVE_REDUCED = 3
-"""A run at the plain run's check steps, a plain one with 16-bit noise, and a free one."""
+RUNS_TO_PROVE_REDUCED = 2
+"""A run at the plain run's check steps, and a free one."""
 
 Progress = Callable[[str], None]
 

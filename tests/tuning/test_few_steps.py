@@ -407,7 +407,7 @@ def test_a_proof_of_few_steps_compares_all_of_them(tmp_path: Path) -> None:
 
 def test_all_that_the_verifier_needs_is_kept_back(tmp_path: Path) -> None:
     script: Any = Pretended(tmp_path, 5)
-    proof, last = 5 * (2.0 + 1.5 * 4 * 10.0), 3 * (2 * 2.0 + 2 * 4 * 10.0)
+    proof, last = 4 * (2.0 + 1.5 * 4 * 10.0), 3 * (2 * 2.0 + 2 * 4 * 10.0)
     assert least_seconds(10.0, 2.0, script, 60.0, FEW) == pytest.approx(proof + last)
     three = FewSteps(steps=3, compared=2)  # nothing reduced is tried: one run less
     assert least_seconds(0.0, 2.0, script, 60.0, three) == pytest.approx(3 * 2.0 + 3 * 2 * 2.0)
