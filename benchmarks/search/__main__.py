@@ -1,8 +1,9 @@
 """`python -m benchmarks.search`: the search's result beside the best of all combinations of its levers.
 
 For each script the search runs over the live levers that apply to it, with nothing compiled before. Then every subset
-of them is timed against the plain script (interleaved windows, one process), and the best of these against what the
-search kept, in pairs of fresh processes. Both costs are wall seconds, the script's start included.
+of them is timed against the plain script in interleaved windows (of one process; a subset that compiles is on all the
+time in a second one, because each switch would compile anew), and the best of these against what the search kept, in
+pairs of fresh processes. Both costs are wall seconds, the script's start included.
 
     python -m benchmarks.search --out search.json --checkouts checkouts
 
@@ -93,13 +94,15 @@ def _every_subset(
     """Of the levers, with how many times as fast the steps are; without any: 1."""
     ratios: list[tuple[list[Choice], float]] = [([], 1.0)]
     pace = Pace.for_step(step_seconds, seconds=SUBSET_SECONDS)
-    with TrialProcess(setup) as process:
-        process.start()
-        process.expected_step_seconds = step_seconds
-        process.window([], settle=3, steps=3)
+    with TrialProcess(setup) as process, TrialProcess(setup) as compiling:
+        for one in (process, compiling):
+            one.start()
+            one.expected_step_seconds = step_seconds
+            one.window([], settle=3, steps=3)
         for size in range(1, len(choices) + 1):
             for subset in itertools.combinations(choices, size):
-                ratio = compare_arms(Arm(process), Arm(process, subset), pace).comparison.ratio
+                theirs = compiling if any(choice.lever.compiles for choice in subset) else process
+                ratio = compare_arms(Arm(process), Arm(theirs, subset), pace).comparison.ratio
                 ratios.append((list(subset), ratio))
     return ratios
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +13,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.bench.claim import Case
-from flatout.bench.claim_steps import MODELS, RESNET_50, Step, amp_name, compared, models_of, training_step
+from flatout.bench.claim_steps import (
+    MODELS,
+    MOST_ROUNDS,
+    RESNET_50,
+    Step,
+    amp_name,
+    compared,
+    models_of,
+    training_step,
+)
 from flatout.bench.inference import bert_by_transformers, new_tokens, sentence_count, text_by_transformers
+from flatout.bench.process import ContenderProcess
 from flatout.bench.results import Speedup
 from flatout.bench.training import RESNET, Training, loss_of
-from flatout.bench.workload import Setup, peer_package
+from flatout.bench.workload import Prepare, Prepared, Settings, Setup, peer_package
 from flatout.models import MLP, MLPConfig
+from flatout.statistics import compare_paired
 from flatout.timing import measure
+
+STEPS_A_TURN = 5
 
 # loading
 
@@ -80,19 +94,42 @@ def pinned_copies(setup: Setup, seconds: float) -> Sequence[Case]:
 
 
 def cudnn_benchmark(setup: Setup, seconds: float) -> Sequence[Case]:
-    def with_benchmark(wanted: bool, step: Step) -> Step:
-        def run() -> None:
-            torch.backends.cudnn.benchmark = wanted
-            step()
-
-        return run
-
     cases = []
     for name in ("ConvNet on 32 x 32", RESNET_50):
-        step = training_step(MODELS[name], setup, amp=True)
-        measured = compared(with_benchmark(False, step), with_benchmark(True, step), setup, seconds)
+        measured = in_two_processes(_training_turns, {"model": name}, "cudnn_benchmark", setup, seconds)
         cases.append(Case(condition=f"{name} training, fixed input size", measured=measured))
     return cases
+
+
+def _training_turns(setup: Setup, settings: Settings) -> Prepared:
+    torch.backends.cudnn.benchmark = bool(settings["cudnn_benchmark"])
+    step = training_step(MODELS[str(settings["model"])], setup, amp=True)
+
+    def turn() -> None:
+        for _ in range(STEPS_A_TURN):
+            step()
+        if setup.device == "cuda":
+            torch.cuda.synchronize()
+
+    return Prepared(turn=turn, how="")
+
+
+def in_two_processes(prepare: Prepare, settings: Settings, setting: str, setup: Setup, seconds: float) -> Speedup:
+    """How many times as fast turns are with a setting that cannot be changed once work has begun: each side has a
+    process of its own."""
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for wanted in (False, True):
+            sides.append(ContenderProcess(prepare, setup, {**settings, setting: wanted}))
+            stack.callback(sides[-1].close)
+        for side in sides:
+            side.wait_until_ready()
+        pairs: list[tuple[float, float]] = []
+        end = time.perf_counter() + seconds
+        while not pairs or (len(pairs) < MOST_ROUNDS and time.perf_counter() < end):
+            turns = {side: side.turn()[0] for side in (sides if len(pairs) % 2 == 0 else sides[::-1])}
+            pairs.append((turns[sides[0]], turns[sides[1]]))
+    return Speedup.of(compare_paired([plain for plain, _ in pairs], [other for _, other in pairs]))
 
 
 # GPU against CPU

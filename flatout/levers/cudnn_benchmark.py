@@ -1,4 +1,8 @@
-"""Let cuDNN time its convolution algorithms once per shape."""
+"""Let cuDNN time its convolution algorithms once per shape.
+
+torch keeps the algorithm of each shape from its first convolution on, whether it was timed or chosen by a heuristic:
+turned on later, the setting changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ class CudnnBenchmark(Lever):
 
     name = "cudnn.benchmark"
     plan_field = "cudnn_benchmark"
+    switch = "process"
     of_process = True
     cheap_to_switch = True
 

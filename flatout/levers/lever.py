@@ -10,7 +10,7 @@ the numbers:
     live       between two steps of a running process
     once       between two steps, but not off again: what it changes in a process stays changed
     loader     when a loader makes its next iterator
-    process    only through the environment of a new process
+    process    only from the start of a new process
 
 In a trial, all but `live` are on from the start of a process of their own.
 """
@@ -134,7 +134,7 @@ class Lever:
         return nullcontext()
 
     def environment(self, value: Value) -> dict[str, str]:
-        """Environment variables of a new process (only for switch == 'process')."""
+        """Environment variables of a new process (only where switch is 'process')."""
         return {}
 
     def takes(self, value: Value) -> bool:

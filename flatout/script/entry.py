@@ -102,7 +102,8 @@ def execute(target: Target, failed: Callable[[BaseException], object] = lambda e
     """Run `target` as `__main__` in this process. Returns the exit status that Python would have had.
 
     failed: called with the exception that ends it, whatever hook the script shows it by: one that nobody caught, or one
-    in whose handler it exits with a status other than 0.
+    in whose handler it exits with a status other than 0 (unless it does so `from None`: a rank that ends because
+    another has failed is not the one to blame).
 
     An uncaught exception goes to `sys.excepthook` with our own frames removed. `KeyboardInterrupt` is re-raised, so
     that the caller can die of the signal as Python does. A module that is not there raises UsageError.
@@ -120,7 +121,7 @@ def execute(target: Target, failed: Callable[[BaseException], object] = lambda e
             _run_module(str(target.module), target.arguments)
     except SystemExit as stop:
         status = _status_of(stop)
-        if status != 0 and stop.__context__ is not None:
+        if status != 0 and stop.__context__ is not None and not stop.__suppress_context__:
             failed(own_frames_removed(stop.__context__))
         return status
     except (KeyboardInterrupt, _NotThere):

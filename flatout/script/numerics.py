@@ -59,6 +59,7 @@ class NumericsRequest:
     """Which weights move up and which down."""
     gradient_noise: float = 0.0
     """Added to each gradient before the optimizer takes it, as a share of its size."""
+    noise_seed: int = 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:  # JSON
@@ -118,7 +119,7 @@ class NumericsRecorder:
         watch.before_optimizer.append(self._optimizer)
         watch.at_iterator.append(self._iterator)
         watch.subject.before_update.append(self._update)
-        self._gradient_noise = GradientNoise(request.gradient_noise)
+        self._gradient_noise = GradientNoise(request.gradient_noise, request.noise_seed)
         self._early: dict[int, Tensor] = {}
         """By identity of their parameter, gradients that a backward pass has already applied."""
         if request.nudge == "16-bit":
@@ -246,8 +247,8 @@ def nudge_weights(subject: Subject, relative: float | None = None, *, ulps: int 
 class GradientNoise:
     """Noise of `share` of each gradient's norm, uniform over its nonzero elements. Draws from a separate generator."""
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, share: float, seed: int = 0) -> None:
+        self._share, self._seed = share, seed
         self._generators: dict[torch.device, torch.Generator] = {}
         """By device."""
 
@@ -259,7 +260,7 @@ class GradientNoise:
             if not self._share or gradient is None or gradient.is_sparse or not gradient.is_floating_point():
                 continue
             if gradient.device not in self._generators:
-                self._generators[gradient.device] = torch.Generator(gradient.device).manual_seed(0)
+                self._generators[gradient.device] = torch.Generator(gradient.device).manual_seed(self._seed)
             with torch.no_grad():
                 there = gradient != 0
                 size = gradient.norm() / there.sum().clamp(min=1).sqrt()

@@ -249,6 +249,7 @@ class Search(ABC, Generic[C]):
         )
         if found.outcome == "kept":
             gone = [one for one in self.state.kept if one not in wanted]
+            self.state.displaced += [(one, tried) for one in gone]
             self.state.take_back(gone, "dropped", f"{label} took its place")
         self.state.trials.append(trial)
         self._tried.append((trial, tried))
@@ -342,12 +343,18 @@ class Search(ABC, Generic[C]):
             self._progress(f"is {choice.label} still needed?")
             found = self.without(choice, others)
             if found is not None and found.verdict == "faster":
+                self.state.displaced.append((choice, self._kept_since(choice, others)))
                 reason = f"no longer helps with those kept after it: x{found.ratio:.2f} without it"
                 self.state.take_back([choice], "dropped", reason)
                 self.state.kept = others
                 self.on_dropped(choice, others)
             elif found is not None:
                 self._found_needed.add(beside)
+
+    def _kept_since(self, choice: C, others: Sequence[C]) -> tuple[C, ...]:
+        """Those that were kept after this one; none where it was never shown to help by itself."""
+        alone = [one for one in self.state.trials if one.outcome == "kept" and one.choices == choice.choices]
+        return tuple(other for other in others if alone and other.label not in alone[-1].on_top_of)
 
     # the record
 

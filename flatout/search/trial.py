@@ -113,6 +113,8 @@ class Record(Generic[C]):
     kept: list[C] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     not_tried: list[NotTried] = field(default_factory=list)
+    displaced: list[tuple[C, tuple[C, ...]]] = field(default_factory=list)
+    """Choices that were kept until others took their place or made them redundant, and those others."""
     stopped_after_seconds: float | None = None
     """When the user stopped the search, from its start; None: it ran to its end."""
     enough_seconds: float | None = None
@@ -151,6 +153,14 @@ class Record(Generic[C]):
                     )
                 )
         self.trials = trials
+
+    def keep_again(self, choices: Sequence[C], reason: str) -> None:
+        """Mark the trials by which these were kept once as kept again."""
+        for choice in choices:
+            of_it = [one for one in self.trials if one.outcome == "dropped" and one.choices == choice.choices]
+            if of_it:
+                again = replace(of_it[-1], outcome="kept", reason=reason)
+                self.trials = [again if one is of_it[-1] else one for one in self.trials]
 
     def kept_trial(self, name: str) -> Trial | None:
         """The trial by which the choice of this field was kept."""

@@ -205,11 +205,11 @@ def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics) -> str | N
     )
 
 
-def diverges(plain: Numerics, checked: Numerics, noisy: Numerics | None = None) -> str | None:
+def diverges(plain: Numerics, checked: Numerics, *noisy: Numerics) -> str | None:
     """Where such a run diverges from the plain one between check steps, or None.
 
     The standard is what is typical within it. Some scripts and some steps amplify noise more than others, such as the
-    first ones at a high learning rate. `noisy` shows by how much: a plain run with the same noise in its gradients.
+    first ones at a high learning rate. `noisy` shows by how much: plain runs with the same noise in their gradients.
     """
     return (
         _step_stands_out(plain, checked, noisy)
@@ -403,13 +403,13 @@ def _tensor_beyond_16_bits(present: Sequence[GradientDifference]) -> str | None:
     return None
 
 
-def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Numerics | None) -> str | None:
+def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Sequence[Numerics]) -> str | None:
     """Noise is similar in all steps; another batch, or a lost step, stands out. Steps count from the last check."""
     differences = _loss_differences(plain, checked)
     if len(differences) < 4:
         return None
     usual = median([value for _, value in differences])
-    starts, own = {check.step for check in checked.checks}, dict(_loss_differences(plain, noisy) if noisy else ())
+    starts, own = {check.step for check in checked.checks}, _largest(_loss_differences(plain, one) for one in noisy)
     anywhere, near = max(own.values(), default=0.0), 0.0
     for step, value in differences:
         near = max(0.0 if step in starts else near, own.get(step, 0.0))
@@ -420,9 +420,9 @@ def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Numerics | None)
     return None
 
 
-def _stretch_stands_out(checked: Numerics, noisy: Numerics | None) -> str | None:
+def _stretch_stands_out(checked: Numerics, noisy: Sequence[Numerics]) -> str | None:
     """The same for the change of the weights from one check step to the next."""
-    shares, own = _stretches(checked), _stretches(noisy) if noisy else {}
+    shares, own = _stretches(checked), _largest(_stretches(one).items() for one in noisy)
     if len(shares) < LEAST_STRETCHES:
         return None
     anywhere = NOISE_FACTOR_ANYWHERE * max(own.values(), default=0.0)
@@ -434,16 +434,25 @@ def _stretch_stands_out(checked: Numerics, noisy: Numerics | None) -> str | None
     return None
 
 
-def _way_beyond_gradients(checked: Numerics, noisy: Numerics | None) -> str | None:
+def _way_beyond_gradients(checked: Numerics, noisy: Sequence[Numerics]) -> str | None:
     """Noise in the gradients makes the weights deviate by about the same share; lost steps, by more."""
     shares = list(_stretches(checked).values())
     if not shares or not any(check.gradients for check in checked.checks):
         return None
     share, noise = median(shares), typical_gradient_difference(checked)
-    explained = median(list(_stretches(noisy).values()) or [0.0]) if noisy else 0.0
+    explained = max((median(list(_stretches(one).values()) or [0.0]) for one in noisy), default=0.0)
     if share > max(WAY_LEAST, WAY_FACTOR * noise, NOISE_FACTOR * explained):
         return f"the weights deviate by {share:.0%} of their change; the noise of the gradients is {noise:.1%}"
     return None
+
+
+def _largest(runs: Iterable[Iterable[tuple[int, float]]]) -> dict[int, float]:
+    """Step -> the largest of its values in any of the runs."""
+    found: dict[int, float] = {}
+    for run in runs:
+        for step, value in run:
+            found[step] = max(found.get(step, 0.0), value)
+    return found
 
 
 def _stretches(checked: Numerics) -> dict[int, float]:

@@ -53,6 +53,8 @@ MOST_FARTHER = 4
 """Plain runs from weights moved farther. Each shows a unit that a lever's rounding switches with a chance of about a
 half."""
 
+MOST_NOISY_RUNS = 2
+
 REDUCED: tuple[Exactness, ...] = ("reduced",)
 ROUNDING: tuple[Exactness, ...] = ("rounding",)
 
@@ -314,14 +316,17 @@ class Prover:
         return Judged("reduced", reason, evidence)
 
     def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
-        """Why it diverges beyond what noise explains. The run that measures the noise is made only if needed, and if
-        there is time."""
-        reason = judge.diverges(plain, checked)
-        if reason is None or not self.has_time_for(1, self._latest):
-            return reason
-        noise = judge.typical_gradient_difference(checked)
-        noisy = self._record([], role="checked", gradient_noise=noise, then=choices)
-        return judge.diverges(plain, checked, noisy)
+        """Why it diverges beyond what noise explains. The runs that measure the noise are made only if needed, and if
+        there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made."""
+        reason, noise = judge.diverges(plain, checked), judge.typical_gradient_difference(checked)
+        noisy: list[Numerics] = []
+        while reason is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
+            if noisy and judge.diverges(plain, noisy[-1]) is None:
+                break
+            seed = len(noisy)
+            noisy.append(self._record([], role="checked", gradient_noise=noise, noise_seed=seed, then=choices))
+            reason = judge.diverges(plain, checked, *noisy)
+        return reason
 
     def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
         """For a script whose plain runs differ: several runs of each side, compared by their levels."""
@@ -396,6 +401,7 @@ class Prover:
         nudge: Nudge = "none",
         nudge_seed: int = 0,
         gradient_noise: float = 0.0,
+        noise_seed: int = 0,
         then: Sequence[Choice] | None = None,
     ) -> Numerics:
         """nudge_seed: other than 0, move the weights farther. `then`: the levers of the run that will probably be
@@ -411,6 +417,7 @@ class Prover:
             nudge_ulps=judge.FARTHER if nudge_seed else 1,
             nudge_seed=nudge_seed,
             gradient_noise=gradient_noise,
+            noise_seed=noise_seed,
         )
         from_start, live = split_by_switch(choices)
         process, alone = self._next_process(from_start, then)
@@ -434,7 +441,14 @@ class Prover:
         self.keeps_processes = False
         self._trials = by_themselves
         # Two processes at once may need more memory than there is.
-        return self._record(choices, role=role, nudge=nudge, nudge_seed=nudge_seed, gradient_noise=gradient_noise)
+        return self._record(
+            choices,
+            role=role,
+            nudge=nudge,
+            nudge_seed=nudge_seed,
+            gradient_noise=gradient_noise,
+            noise_seed=noise_seed,
+        )
 
     def _keep(self, process: RunningTrial, choices: Sequence[Choice]) -> None:
         before = self._kept.pop(bool(choices), None)

@@ -247,6 +247,20 @@ class Verifier:
         self.state.take_back([dropped], "failed", f"numbers: {reason}")
         if self.state.fit is not None and dropped.choices in [one.choices for one in self.state.fit.choices]:
             self._fit_without(dropped, self.state.fit)
+        self._keep_displaced(dropped)
+
+    def _keep_displaced(self, dropped: Choice) -> None:
+        """Keep again what was dropped because of this choice, if there is time to prove it."""
+        taken = {choice.field for choice in self.state.kept}
+        of_field = {
+            choice.field: choice
+            for choice, others in self.state.displaced
+            if choice.field not in taken and dropped.choices in [other.choices for other in others]
+        }
+        again = list(of_field.values())
+        if again and self._prover.has_time_for(1):
+            self.state.kept = in_order([*self.state.kept, *again])
+            self.state.keep_again(again, f"faster; needed again without {dropped.label}")
 
     def _fit_without(self, dropped: Choice, fit: Fit) -> None:
         """Replace the combination that needs this choice by the next one that fits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from flatout.bench.claim import Case, Claim, ClaimResult, ClaimsResult
 from flatout.bench.claim_steps import MODELS, exactly, peak_bytes, training_step
 from flatout.bench.claims import CLAIMS, measure_claims
 from flatout.bench.results import Speedup
+from flatout.bench.system_measures import in_two_processes
 from flatout.bench.training_measures import checkpointing_memory
-from flatout.bench.workload import Setup
+from flatout.bench.workload import Prepared, Settings, Setup
 from flatout.errors import TrialError
 from flatout.machine.description import Machine
 from flatout.report.bench_text import claims_text
@@ -117,3 +119,13 @@ def test_memory_is_that_of_tensors_in_a_step() -> None:
     step = training_step(MODELS["MLP 784-1024-1024-10"], CPU)
     gradients = 4 * (785 * 1024 + 1025 * 1024 + 1025 * 10)
     assert gradients < peak_bytes(step, CPU) < 8 * gradients  # AdamW makes some tensors of its own
+
+
+def turns_that_show_the_setting(setup: Setup, settings: Settings) -> Prepared:
+    return Prepared(turn=lambda: time.sleep(0.0 if settings["it"] else 0.02), how="")
+
+
+def test_what_cannot_be_changed_in_a_process_is_compared_between_two() -> None:
+    found = in_two_processes(turns_that_show_the_setting, {}, "it", CPU, 0.0)
+    assert found.pairs == 1
+    assert found.ratio > 2

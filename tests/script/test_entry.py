@@ -244,3 +244,18 @@ def test_a_target_names_itself() -> None:
     assert Target.from_command(["-m", "a.b", "x"]).name == "-m a.b"
     assert Target.from_command(["t.py", "-m"]).arguments == ("-m",)
     assert os.sep not in Target.from_command(["t.py"]).name
+
+
+@pytest.mark.parametrize(("how", "known"), [("", "KeyError: 'a'"), (" from None", "")])
+def test_an_exit_in_a_handler_has_its_cause_unless_it_is_suppressed(how: str, known: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("try:\n    {}['a']\nexcept KeyError:\n    raise SystemExit(2)" + how)
+    program = textwrap.dedent("""
+        import sys
+        from flatout.script.entry import Target, execute
+        seen = []
+        assert execute(Target(path=sys.argv[1]), lambda error: seen.append(f"{type(error).__name__}: {error}")) == 2
+        sys.__stdout__.write("".join(seen))
+    """)
+    done = subprocess.run([sys.executable, "-c", program, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout == known

@@ -173,6 +173,7 @@ def test_a_choice_that_does_the_work_of_another_replaces_it() -> None:
     search.run()
     assert [one.label for one in search.state.kept] == ["compile default"]
     assert search.state.trials[0].reason == "compile default took its place"
+    assert search.state.displaced == [(ATTENTION, (COMPILE,))]
 
 
 def test_pairs_of_the_table_are_tried_together_where_both_were_dropped() -> None:
@@ -231,6 +232,7 @@ def test_what_a_later_one_made_useless_goes() -> None:
     search.run()
     assert [one.label for one in search.state.kept] == ["compile default"]
     assert search.state.trials[0].reason == "no longer helps with those kept after it: x1.25 without it"
+    assert search.state.displaced == [(THREADS, (COMPILE,))]
 
 
 def test_where_time_is_short_all_that_is_predicted_to_help_is_tried_at_once() -> None:
@@ -240,6 +242,7 @@ def test_where_time_is_short_all_that_is_predicted_to_help_is_tried_at_once() ->
     search.together = (LAYOUT, BF16, OPTIMIZER)
     search.run()
     assert search.measured == [["memory_format x", "precision bf16", "optimizer fused"], ["threads 1"]]
+    assert search.state.displaced == [(LAYOUT, ())]  # it was never seen to help by itself
     assert [one.label for one in search.state.kept] == ["precision bf16", "optimizer fused"]
     assert outcomes(search)[1] == ("memory_format x", "dropped")  # once each of them had to show that it is needed
     assert outcomes(search)[0] == ("memory_format x + precision bf16 + optimizer fused", "kept")

@@ -68,15 +68,15 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
     clock = Clock()
     asked = search(tmp_path, clock)
     clock.now = 1.0
-    asked.state.startup_seconds = 1.1
+    asked.state.startup_seconds = 1.2
     asked._keep_back(0.0)
-    starts = 0.6 * 5 + 1  # of the proof, of which two go on at once, and of the one new pair of the last comparison
-    assert asked._remaining() == pytest.approx(10 - 1.0 - starts * 1.1)
+    starts = 0.6 * 4 + 1  # of the proof, of which two go on at once, and of the one new pair of the last comparison
+    assert asked._remaining() == pytest.approx(10 - 1.0 - starts * 1.2)
     before = asked._remaining()
     asked._keep_back(0.005)
     assert asked._remaining() < before
     asked._keep_back(1e9)  # long steps are not all paid for by the search
-    assert asked._remaining() == pytest.approx(10 - 1.0 - starts * 1.1 - 0.4 * 10)
+    assert asked._remaining() == pytest.approx(10 - 1.0 - starts * 1.2 - 0.4 * 10)
     asked.state.startup_seconds = 2.0
     asked._keep_back(0.001)
     with pytest.raises(

@@ -50,6 +50,7 @@ def verified(
     kept: Sequence[Choice] = (BITS, ROUNDS),
     compiled_graphs: Collection[Graph] = (),
     startup_seconds: float = 0.0,
+    displaced: Sequence[tuple[Choice, tuple[Choice, ...]]] = (),
 ) -> tuple[SearchState, Any]:
     """What was kept; `results` are the numbers of the runs with it, and `final` is the last comparison."""
     setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
@@ -64,7 +65,11 @@ def verified(
         )
         for choice in kept
     ]
+    for choice, _ in displaced:
+        dropped = Trial(label=choice.label, choices=choice.choices, exactness="rounding", outcome="dropped", reason="")
+        trials.append(dropped)
     state = SearchState(kept=[*kept], trials=trials, startup_seconds=1.0, compiled_graphs={*compiled_graphs})
+    state.displaced += displaced
     monkeypatch.setattr(verifier_module, "Prover", lambda *_: Recorded(folder, results))
     verifier = Verifier(setup, state, Deadline(100.0), lambda text: None, exactness)
     monkeypatch.setattr(verifier, "_final_comparison", lambda: final)
@@ -84,15 +89,33 @@ class OfAThirdField(Claiming):
     plan_field = "precision"
 
 
+OTHER = Choice(OfAThirdField("other", "rounding"), True)
+
+
+@pytest.mark.parametrize(("because_of", "time_left"), [(REDUCES, True), (OTHER, True), (REDUCES, False)])
+def test_what_the_wrong_lever_made_redundant_is_kept_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, because_of: Choice, time_left: bool
+) -> None:
+    monkeypatch.setattr(Recorded, "has_time_for", lambda *_: time_left)
+    results = {("reduces",): WRONG, ("rounds",): ROUNDED}
+    state, proof = verified(monkeypatch, tmp_path, results, kept=[REDUCES], displaced=[(ROUNDS, (because_of,))])
+    if because_of is REDUCES and time_left:
+        assert proof.verdict == "within rounding"
+        assert state.kept == [ROUNDS]
+        assert [trial.outcome for trial in state.trials] == ["failed", "kept"]
+        assert state.trials[1].reason == "faster; needed again without reduces"
+    else:
+        assert state.kept == []
+
+
 @pytest.mark.parametrize(("numbers", "kept"), [(NOISY, 3), (WRONG, 1)])
 def test_where_no_time_is_left_to_find_the_lever_all_are_proved_reduced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, numbers: Any, kept: int
 ) -> None:
     """And with numbers that are wrong, none of them is kept."""
     monkeypatch.setattr(Recorded, "has_time_for", lambda *_: False)
-    other = Choice(OfAThirdField("other", "rounding"), True)
     results = {("rounds", "other"): numbers, ("rounds", "other", "reduces"): numbers, ("reduces",): NOISY}
-    state, proof = verified(monkeypatch, tmp_path, results, kept=(ROUNDS, other, REDUCES))
+    state, proof = verified(monkeypatch, tmp_path, results, kept=(ROUNDS, OTHER, REDUCES))
     assert proof.verdict == "reduced"
     assert len(state.kept) == kept
     assert [choice.relaxed for choice in state.kept] == [True, True, False][-kept:]

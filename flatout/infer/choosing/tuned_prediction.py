@@ -109,8 +109,6 @@ class TunedPrediction:
         if convolutions:
             label = "channels_last"
             found.append(Option(label=label, choices={"memory_format": label}))
-        if convolutions and cuda:
-            found.append(Option(label="cudnn.benchmark", choices={"cudnn_benchmark": True}))
         if cuda and own == "fp32":
             found.append(Option(label="TF32", choices={"matmul_precision": "high"}))
         for name in ("bf16", "fp16") if cuda else ("bf16",):
