@@ -375,7 +375,10 @@ def _gradients_beyond_16_bits(nudged: Numerics, candidate: Numerics) -> str | No
     explained = FP32_TO_16_BITS * median(fine or [0.0])
     allowed = min(max(REDUCED_GRADIENT_FACTOR * explained, REDUCED_GRADIENT_LEAST), REDUCED_GRADIENT_MOST)
     if median(wholes) > allowed:
-        return f"the whole gradient differs by {median(wholes):.1%} of its size; 16 bits explain {explained:.1%}"
+        beyond = (
+            f"16 bits explain {explained:.1%}" if explained < allowed else f"more than {allowed:.0%} is not accepted"
+        )
+        return f"the whole gradient differs by {median(wholes):.1%} of its size; {beyond}"
     for check, whole in zip(compared, wholes, strict=True):
         if whole > REDUCED_GRADIENT_ANYWHERE:
             return f"the whole gradient differs by {whole:.0%} of its size at step {check.step + 1}"

@@ -22,8 +22,9 @@ from flatout.sequential import LOOKS, compare_so_far, is_decided, pair_of_turns
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.tuning.trials import Timed
 
-LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
-"""32 MiB in a thousand steps."""
+LEAK_FLOOR_BYTES_PER_STEP, LEAK_FLOOR_BYTES_PER_SECOND = 32 << 10, 256 << 10
+"""32 MiB in a thousand steps, and 0.9 GiB in an hour: in the few long steps of a comparison, caches that are still
+growing look like a leak."""
 LEAK_WINDOWS = 4
 LEAST_GAIN = 0.01
 """Smaller gains are not kept."""
@@ -206,8 +207,9 @@ def compare_arms(
         if is_enough(pairs, pace, time.monotonic() - began):
             break
     comparison = compare_pairs(pairs, pace)
-    suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident, pace)
-    leak = leak_bytes_per_step(baseline, candidate, pace) if suspicious else 0.0
+    floor = max(LEAK_FLOOR_BYTES_PER_STEP, LEAK_FLOOR_BYTES_PER_SECOND * median([pair[1] for pair in pairs]))
+    suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident, pace, floor)
+    leak = leak_bytes_per_step(baseline, candidate, pace, floor) if suspicious else 0.0
     return Pairing(
         comparison=comparison,
         baseline_seconds=median([pair[0] for pair in pairs]),
@@ -245,7 +247,7 @@ def is_enough(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) 
     return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
 
 
-def _suspicious(resident: Sequence[tuple[int, int]], pace: Pace) -> bool:
+def _suspicious(resident: Sequence[tuple[int, int]], pace: Pace, floor: float) -> bool:
     """Did the process grow in the candidate's windows as a leak does, and more than in the baseline's? Cheap, with
     false positives: there are few windows, and steps that last seconds leave no time to look again at every lever.
 
@@ -257,7 +259,7 @@ def _suspicious(resident: Sequence[tuple[int, int]], pace: Pace) -> bool:
     theirs = [resident[i + 1][1] - resident[i][1] for i in range(0, len(resident) - 1, 2)]
     if not theirs:
         return False
-    least = LEAK_FLOOR_BYTES_PER_STEP * (pace.settle + pace.steps)
+    least = floor * (pace.settle + pace.steps)
     typical = median([float(g) for g in theirs])
     return _is_steady(theirs) and typical > max(least, median([float(g) for g in ours]) if ours else 0.0)
 
@@ -268,8 +270,8 @@ def _is_steady(growths: Sequence[float]) -> bool:
     return min(growths) >= 0.5 * median([float(growth) for growth in growths])
 
 
-def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace) -> float:
-    """Bytes that each step adds under the candidate beyond the baseline; 0 if there is no steady growth.
+def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace, floor: float) -> float:
+    """Bytes that each step adds under the candidate beyond the baseline; 0 if there is no steady growth above `floor`.
 
     Each arm runs several windows in a row.
     """
@@ -278,7 +280,7 @@ def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace) -> float:
     if not _is_steady(theirs):
         return 0.0
     growth = (median(theirs) - max(0.0, median(_growths(baseline, pace)))) / steps
-    return growth if growth > LEAK_FLOOR_BYTES_PER_STEP else 0.0
+    return growth if growth > floor else 0.0
 
 
 def _growths(arm: Arm, pace: Pace) -> list[float]:
