@@ -213,6 +213,20 @@ def minute(document: Document) -> str:
     return table(header, rows, above(document))
 
 
+def exhaustive(document: Document) -> str:
+    """What a search kept, beside the fastest of all combinations of its levers."""
+    rows = []
+    titles = {**SCRIPTS, **MORE_SCRIPTS, "mlp 512 128": "an MLP, 512 wide, batch 128"}
+    for name, found in document["scripts"].items():
+        share = "the same plan" if found["comparison"] is None else _thousandths(found["comparison"])[1:]
+        kept = ", ".join(LEVERS.get((lever, value), lever) for lever, value in found["search_kept"])
+        seconds = [f"{found[f'{which}_seconds']:.0f} s" for which in ("search", "exhaustive")]
+        rows.append([titles[name], format_seconds(found["step_seconds"]), kept, share, *seconds])
+        rows[-1].append(str(found["combinations"]))
+    header = ["script", "plain step", "kept", "search over best", "search", "all combinations", "how many"]
+    return table(header, rows, above(document))
+
+
 def _gain(tune: Document) -> str:
     if tune["speedup"]:
         return ratio(tune["speedup"])
@@ -511,6 +525,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "scripts": scripts,
     "before_and_after": before_and_after,
     "minute": minute,
+    "exhaustive": exhaustive,
     "gain": gain,
     "watching": watching,
     "planted": planted,
