@@ -59,7 +59,10 @@ LossOption = Annotated[
 def tune(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time for search, proof and comparison: 90s, 10m, 1h.")
+        str,
+        typer.Option(
+            metavar="TIME", help="Time for search, proof and comparison: 90s, 10m, 1h. Very long steps take longer."
+        ),
     ] = "10m",
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Steps of the real run, to weigh start-up costs against.")

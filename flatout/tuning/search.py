@@ -8,6 +8,7 @@ its own; where a script has few steps, whole runs are compared (`few_steps`). Se
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
@@ -31,16 +32,19 @@ from flatout.tuning.proposals import TRIALS_COST, Proposals, SearchLimits
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials
-from flatout.tuning.verifier import least_seconds
+from flatout.tuning.verifier import STEPS_SHARE, least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
 from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds
-from flatout.units import format_bytes
+from flatout.units import format_bytes, format_seconds
 
 OBSERVED_STEPS = 30
 COMPILED_AGAIN_BY = 3
 """Processes of the verifier that compile again at least: two in the proof, one in the last comparison."""
 WHILE_NOTHING_IS_KEPT = 1.5
 """Times the verifier's minimum: what is reserved for it while nothing is kept."""
+MOST_OVER, WATCHED_STEPS = 1.5, 4
+"""Times the budget: how much longer a tune of long steps may take, which is said as soon as it is known. And the steps
+that are watched before its first trial."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
 """Share of the budget spent on timing more first steps, and how many, before a budget is rejected as too short."""
 OBSERVATION_SHARE = 0.1
@@ -86,6 +90,8 @@ class TrainingSearch(Search[Choice]):
         self._restarts = 0
         self._compile_seconds = 0.0
         """Compilation time of what is kept."""
+        self._steps_share = STEPS_SHARE
+        """Most of the budget that is kept back for the verifier's steps."""
         self._length: int | None = None
         """Steps of a script that has ended."""
 
@@ -316,14 +322,25 @@ class TrainingSearch(Search[Choice]):
         caches are cold."""
         self._keep_back(step_seconds)
         more = min(MOST_FIRST_STEPS, int(FIRST_STEPS_SHARE * self._deadline.budget_seconds / step_seconds))
-        try:
-            return self._affordable_steps(step_seconds)
-        except ScriptError:
-            if not more:
-                raise
-        step_seconds = min(process.window([], settle=0, steps=more).seconds)
-        self._keep_back(step_seconds)
+        if more and self._fewest_steps(step_seconds) * step_seconds > self._remaining():
+            step_seconds = min(process.window([], settle=0, steps=more).seconds)
+            self._keep_back(step_seconds)
+        if self._fewest_steps(step_seconds) * step_seconds > self._remaining():
+            self._let_verifier_go_over(step_seconds)
         return self._affordable_steps(step_seconds)
+
+    def _let_verifier_go_over(self, step_seconds: float) -> None:
+        """Where the budget has room for one trial, but not for the verifier's steps besides: let these take longer than
+        the budget. Such scripts would be refused otherwise."""
+        trial = (WATCHED_STEPS + self._fewest_steps(step_seconds)) * step_seconds
+        starts, whole = (self._least_for_verifier(step_seconds, steps_share=share) for share in (0.0, math.inf))
+        budget_seconds = self._deadline.budget_seconds
+        left = budget_seconds - self._deadline.elapsed_seconds
+        over = trial + whole - left
+        if trial + starts <= left and over <= MOST_OVER * budget_seconds:
+            self._steps_share = (left - trial - starts) / budget_seconds
+            self._keep_back(step_seconds)
+            self._progress(f"long steps: this tune will take about {format_seconds(over)} longer than its budget")
 
     @contextlib.contextmanager
     def _explaining_stops(self) -> Iterator[None]:
@@ -343,16 +360,23 @@ class TrainingSearch(Search[Choice]):
         if self._process is not None:
             self._process.deadline = self._deadline
 
-    def _least_for_verifier(self, step_seconds: float, compile_seconds: float | None = None) -> float:
-        """compile_seconds: None: of what is kept."""
+    def _least_for_verifier(
+        self, step_seconds: float, compile_seconds: float | None = None, steps_share: float | None = None
+    ) -> float:
+        """compile_seconds: None: of what is kept. steps_share: None: as it was decided."""
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
+        share = self._steps_share if steps_share is None else steps_share
         budget_seconds, startup_seconds = self._deadline.budget_seconds, self.state.startup_seconds or 0.0
-        needed = least_seconds(step_seconds, startup_seconds, self.trials, budget_seconds, self.few)
+        needed = least_seconds(step_seconds, startup_seconds, self.trials, budget_seconds, self.few, share)
         return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
+
+    def _fewest_steps(self, step_seconds: float) -> int:
+        """Of a trial."""
+        return Pace.for_step(step_seconds, seconds=self._remaining()).least_steps
 
     def _affordable_steps(self, step_seconds: float) -> int:
         """How many plain steps may be watched; ScriptError where the budget is too short to compare anything."""
-        steps = Pace.for_step(step_seconds, seconds=self._remaining()).least_steps
+        steps = self._fewest_steps(step_seconds)
         if steps * step_seconds > self._remaining():
             startup = self.state.startup_seconds or 0.0
             raise too_slow(self.trials.name, startup, step_seconds, steps, self._deadline)

@@ -45,11 +45,17 @@ Progress = Callable[[str], None]
 
 
 def least_seconds(
-    step_seconds: float, startup_seconds: float, trials: Trials, budget_seconds: float, few: FewSteps | None = None
+    step_seconds: float,
+    startup_seconds: float,
+    trials: Trials,
+    budget_seconds: float,
+    few: FewSteps | None = None,
+    steps_share: float = STEPS_SHARE,
 ) -> float:
     """What a search must leave for proof and last comparison.
 
-    startup_seconds: of the script in a new process. few: its length, where runs are compared.
+    startup_seconds: of the script in a new process. few: its length, where runs are compared. steps_share: of the
+    budget, reserved for steps at most.
     """
     compared = trials_as_used(trials, few)
     proved_start_seconds, compared_start_seconds = (restart_seconds(one, startup_seconds) for one in (trials, compared))
@@ -61,7 +67,7 @@ def least_seconds(
     )
     if few is not None:  # runs cannot be shortened: a budget that is too short for them is rejected
         return whole
-    return starts + min(whole - starts, STEPS_SHARE * budget_seconds)
+    return starts + min(whole - starts, steps_share * budget_seconds)
 
 
 def _pairs_of_proof(trials: Trials, few: FewSteps | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.threads import Threads
 from flatout.script.entry import Target
+from flatout.script.trial.answers import Window
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
@@ -83,6 +85,38 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
         ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30s \(in Python: seconds=30\)$"
     ):
         asked._affordable_steps(0.001)
+
+
+class Stepping:
+    """A process whose steps take this long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def window(self, choices: object, *, settle: int, steps: int) -> Window:
+        return Window(seconds=(self.seconds,) * steps, settle_seconds=(), apply_seconds=0.0, resident_bytes=0)
+
+
+def test_with_long_steps_the_proof_goes_over_the_budget_where_a_trial_fits(tmp_path: Path) -> None:
+    clock = Clock()
+    said: list[str] = []
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    limits = SearchLimits(deadline=Deadline(60.0, clock=clock).reserving(24.0))
+    asked = TrainingSearch(setup, CPU, (), limits, said.append)
+    asked.state.startup_seconds, clock.now = 4.5, 12.0
+    process: Any = Stepping(1.4)
+    assert asked._affordable_of_first(process, 1.4) == 2
+    (line,) = said
+    assert line.startswith("long steps: this tune will take about ")
+    assert 14.0 < asked._remaining() < 20.0
+    asked._keep_back(1.4)  # as after a trial
+    assert 14.0 < asked._remaining() < 20.0
+    process.seconds = 4.0
+    other = TrainingSearch(setup, CPU, (), limits, said.append)
+    other.state.startup_seconds = 4.5
+    with pytest.raises(ScriptError, match="a step 4 s"):
+        other._affordable_of_first(process, 4.0)
+    assert len(said) == 1
 
 
 def test_no_start_is_begun_that_ends_after_the_time(tmp_path: Path) -> None:
