@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
@@ -160,9 +161,9 @@ def as_plan(value: object, scope: Scope | None = None) -> Plan:
 
 
 def as_whole_number(value: object, name: str, *, least: int = 1, remedy: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise wrong(name, value, f"it is a whole number of at least {least}", remedy)
-    return value
+    return int(value)
 
 
 def as_exactness(value: object) -> Exactness:

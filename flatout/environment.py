@@ -1,8 +1,8 @@
 """Environment variables, read in one place: a typed function for every variable that Flatout uses.
 
 Reading `os.environ` anywhere else is a defect: a variable that is read in twenty places cannot be listed, documented or
-tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices`, `follow_children` and
-`quiet_profiler` write.
+tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices`, `follow_children`,
+`forget_verified_plan` and `quiet_profiler` write.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     FLATOUT_RUNS_DIR       where runs keep their state while they run (else XDG_RUNTIME_DIR, else the temporary folder)
@@ -19,12 +19,14 @@ tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices
     ASAN_OPTIONS           what AddressSanitizer is told, in a process of ours that runs under it
     TRITON_INTERPRET       whether Triton kernels run in Python, without a GPU
     PYTHONPATH             where a script's own modules are looked for, after its folder
+    TERM                   whether the terminal can move its cursor
     _FLATOUT_FOLLOWED_INTO where processes that a script under `flatout run` starts keep their records (set by that run)
     _FLATOUT_RANKS         the folder of a run on several devices, of which this process is a rank (set by that run)
+    _FLATOUT_VERIFIED_PLAN what a run has verified of a plan, for the same run where it starts over (set by that run)
     _FLATOUT_SANITIZE      extensions are built with AddressSanitizer (set for a process that runs under it)
     _FLATOUT_HEARTBEAT     the file in which a rank says how far it is (set by `flatout launch`)
     _FLATOUT_COMPLETE      a shell asks for completions of a command line
-    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
                            which of several processes this one is, and where they meet (set by torchrun)
 """
 
@@ -94,6 +96,11 @@ def with_visible(variables: Mapping[str, str], setting: str | None) -> dict[str,
     """`variables` with CUDA_VISIBLE_DEVICES as `setting`; None: without it."""
     others = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
     return others if setting is None else {**others, "CUDA_VISIBLE_DEVICES": setting}
+
+
+def terminal_has_cursor() -> bool:
+    """Can the cursor be moved on this process's terminal, if it has one? In an editor's shell it often cannot."""
+    return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def cuda_allocator_settings() -> str:
@@ -178,6 +185,11 @@ def world_size() -> int | None:
 def local_rank() -> int | None:
     """LOCAL_RANK as set by torchrun: the number of this process on this machine."""
     return _number("LOCAL_RANK")
+
+
+def local_world_size() -> int | None:
+    """LOCAL_WORLD_SIZE as set by torchrun: how many of the ranks are on this machine."""
+    return _number("LOCAL_WORLD_SIZE")
 
 
 def launched() -> tuple[int, int] | None:
@@ -312,6 +324,19 @@ def use_inductor_cache() -> None:
 def with_preloaded(library: str) -> dict[str, str]:
     """This environment with `library` preloaded before the libraries that are preloaded already."""
     return {**os.environ, "LD_PRELOAD": " ".join(part for part in (library, preloaded_libraries()) if part)}
+
+
+VERIFIED_PLAN = "_FLATOUT_VERIFIED_PLAN"
+
+
+def verified_plan() -> str | None:
+    """What this run has verified of its plan, before it started over; None: it has not."""
+    return os.environ.get(VERIFIED_PLAN)
+
+
+def forget_verified_plan() -> None:
+    """The script does not see it."""
+    os.environ.pop(VERIFIED_PLAN, None)
 
 
 _PROFILERS_LOG_LEVEL = "KINETO_LOG_LEVEL"

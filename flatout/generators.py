@@ -81,9 +81,25 @@ def generators_kept() -> Iterator[Callable[[], bool]]:
     """Put their states back at the end; yields a function that says whether any number was drawn."""
     before = generator_states()
     try:
-        yield lambda: not _same(before, generator_states())
+        yield lambda: drawn_since(before)
     finally:
         set_generators(before)
+
+
+@contextlib.contextmanager
+def undrawn_on_failure() -> Iterator[Mapping[str, Any]]:
+    """If the block raises, put the states back, as if nothing had been drawn. Yields the states before."""
+    before = generator_states()
+    try:
+        yield before
+    except BaseException:
+        set_generators(before)
+        raise
+
+
+def drawn_since(states: Mapping[str, Any]) -> bool:
+    """Was any number drawn since the generators were in these states?"""
+    return not _same(states, generator_states())
 
 
 def _same(a: object, b: object) -> bool:

@@ -34,8 +34,8 @@ def ctrl_c_is_ours() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        if mine:  # None: a handler that was not installed from Python, and cannot be from there
+            signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ True
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -102,7 +103,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Cores kept busy, on average, over a period."""
+    """Cores kept busy, on average, over a period, of those that this process may run on."""
 
     own_cores: float  # by this process and its children
     others_cores: float  # by all other processes, and what the hypervisor took away
@@ -120,14 +121,15 @@ class LoadWatch:
 
     def __init__(self) -> None:
         self._start_seconds = time.perf_counter()
-        self._all_start, self._own_start = _busy_seconds_of_all(), _busy_seconds_of_own()
+        self._all_start, self._own_start = _busy_seconds_by_core(), _busy_seconds_of_own()
+        self._allowed = _allowed_cores(len(self._all_start))
 
     def busy_share(self) -> float | None:
         """Of all cores, whoever used them until now; None if the period is too short. Visits no processes."""
         elapsed = time.perf_counter() - self._start_seconds
         if elapsed < _SHORTEST_WATCH_SECONDS:
             return None
-        return (_busy_seconds_of_all() - self._all_start) / elapsed / (psutil.cpu_count() or 1)
+        return (sum(_busy_seconds_by_core()) - sum(self._all_start)) / elapsed / max(1, len(self._all_start))
 
     def read(self) -> Load | None:
         """The load until now; None if the period is too short to measure."""
@@ -135,15 +137,24 @@ class LoadWatch:
         if elapsed < _SHORTEST_WATCH_SECONDS:
             return None
         own = max(0.0, _busy_seconds_of_own() - self._own_start) / elapsed
-        everybody = (_busy_seconds_of_all() - self._all_start) / elapsed
-        return Load(own_cores=own, others_cores=max(0.0, everybody - own), logical_cores=psutil.cpu_count() or 1)
+        busy = _busy_seconds_by_core()
+        everybody = sum(busy[core] - self._all_start[core] for core in self._allowed if core < len(busy)) / elapsed
+        return Load(own_cores=own, others_cores=max(0.0, everybody - own), logical_cores=len(self._allowed))
 
 
-def _busy_seconds_of_all() -> float:
-    times = psutil.cpu_times()
+def _busy_seconds_by_core() -> list[float]:
     # Linux counts the time of guests twice: in user or nice, and on its own.
     idle_or_double = ("idle", "iowait", "guest", "guest_nice")
-    return float(sum(value for name, value in times._asdict().items() if name not in idle_or_double))
+    return [
+        float(sum(value for name, value in times._asdict().items() if name not in idle_or_double))
+        for times in psutil.cpu_times(percpu=True)
+    ]
+
+
+def _allowed_cores(count: int) -> list[int]:
+    """By affinity; macOS and Windows do not report it."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(count)
+    return sorted(core for core in allowed if core < count) or list(range(count))
 
 
 def _busy_seconds_of_own() -> float:

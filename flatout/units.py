@@ -94,14 +94,12 @@ def labelled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
 
 def parse_bytes(text: str) -> int:
     """'8GiB' -> 8589934592; '8GB' is decimal; '8G' is binary, as in most tools."""
-    value, unit = _split(text, _BYTES_OF, "a size", "write it as 512MiB, 8GiB or 8GB")
-    return round(value * _BYTES_OF[unit])
+    return round(_in_base_units(text, _BYTES_OF, "a size", "write it as 512MiB, 8GiB or 8GB"))
 
 
 def parse_seconds(text: str) -> float:
     """'10m' -> 600.0; also ns, us, ms, s, min, h, d; a bare number is seconds."""
-    value, unit = _split(text, _SECONDS_OF, "a duration", "write it as 30s, 10m or 1.5h")
-    return value * _SECONDS_OF[unit]
+    return _in_base_units(text, _SECONDS_OF, "a duration", "write it as 30s, 10m or 1.5h")
 
 
 def parse_positive_seconds(text: str, option: str) -> float:
@@ -129,8 +127,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _split(text: str, units: dict[str, float] | dict[str, int], kind: str, remedy: str) -> tuple[float, str]:
+def _in_base_units(text: str, units: dict[str, float] | dict[str, int], kind: str, remedy: str) -> float:
     match = _QUANTITY.fullmatch(text)
-    if match is None or match[2].lower() not in units:
+    scale = units.get(match[2].lower()) if match is not None else None
+    if match is None or scale is None or not math.isfinite(value := float(match[1]) * scale):
         raise UsageError(f"{text!r} is not {kind}", remedy=remedy)
-    return float(match[1]), match[2].lower()
+    return value

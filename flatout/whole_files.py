@@ -18,9 +18,10 @@ PRIVATE = 0o600
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[Path]:
+def written_whole(path: Path, *, mode: int | None = None, durable: bool = True) -> Iterator[Path]:
     """The path of a temporary file beside `path`, to write to. It is flushed to disk and replaces `path` when the block
-    ends; if the block raises, it is deleted. Raises OSError of the file system, for the caller to explain.
+    ends; if the block raises, it is deleted. Raises OSError of the file system, for the caller to explain. `mode`: its
+    permissions; None: those of any new file, by the umask.
 
     Where `path` is a link, the file that it leads to is replaced; what is no file, such as /dev/null or a pipe, is
     written to. durable=False does not wait for the disk: readers still see a whole file, but a power failure may lose
@@ -37,7 +38,8 @@ def written_whole(path: Path, *, mode: int = 0o644, durable: bool = True) -> Ite
         if durable:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-        temporary.chmod(mode)  # temporary files are private, and some writers create private files
+        # temporary files are private, and some writers create private files
+        temporary.chmod(usual_mode() if mode is None else mode)
         temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from flatout.generators import (
+    drawn_since,
     generator_states,
     generators_kept,
     seed_generators,
     set_generators,
     torch_generator_states,
+    undrawn_on_failure,
 )
 
 
@@ -72,3 +74,20 @@ def test_numpy_is_left_alone_where_nobody_loaded_it() -> None:
         "with generators_kept() as changed: assert not changed()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=200)
+
+
+def test_what_is_drawn_for_a_failure_was_not_drawn() -> None:
+    with undrawn_on_failure() as before:
+        assert not drawn_since(before)
+        draws()
+        assert drawn_since(before)
+    before = generator_states()
+
+    def fail() -> None:
+        with undrawn_on_failure():
+            draws()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not drawn_since(before)

@@ -144,6 +144,21 @@ def test_the_watch_sees_our_own_work_as_ours() -> None:
     assert found.others_cores >= 0
 
 
+def test_cores_that_this_process_may_not_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, busy = [100.0], [[5.0, 5.0, 5.0, 5.0], [5.0, 15.0, 5.0, 12.0]]
+    monkeypatch.setattr("flatout.timing.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("flatout.timing._busy_seconds_by_core", lambda: busy[now[0] > 100])
+    monkeypatch.setattr("flatout.timing._busy_seconds_of_own", lambda: 0.0 if now[0] == 100 else 9.0)
+    monkeypatch.setattr("flatout.timing._allowed_cores", lambda count: [1, 3])
+    watch = LoadWatch()
+    now[0] += 10.0
+    found = watch.read()
+    assert found is not None
+    assert (found.own_cores, found.logical_cores) == (0.9, 2)
+    assert found.others_cores == pytest.approx(0.8)
+    assert watch.busy_share() == pytest.approx(1.7 / 4)
+
+
 def test_a_watch_that_was_too_short_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("flatout.timing.time", types.SimpleNamespace(perf_counter=lambda: now[0]))

@@ -184,7 +184,7 @@ def entries() -> dict[str, str]:
     return found
 
 
-OF_CUDA_BUILDS = {"torch._C._cuda_clearCublasWorkspaces"}
+OF_CUDA_BUILDS = {"torch._C._cuda_clearCublasWorkspaces", "torch._C._cuda_hasPrimaryContext"}
 
 TAKES = {
     "torch._functorch.aot_autograd.aot_function": {
@@ -239,6 +239,10 @@ def test_attributes_are_there() -> None:
     assert hasattr(torch.compiler, attributes.COMPILING_FLAG)
     assert attributes.name_in_schema(torch.ops.aten.mm.default) == "aten::mm"
     assert attributes.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
+    assert attributes.name_in_schema(torch.ops.higher_order.cond) == "higher_order::cond"
+    assert attributes.changed_arguments(torch.ops.aten.add_.Tensor) == (0,)
+    assert attributes.changed_arguments(torch.ops.aten.mm.default) == ()
+    assert all(hasattr(torch.autograd.profiler, name) for name in attributes.PROFILER_STARTS)
     node = torch.ones(2, requires_grad=True).sum().grad_fn
     assert 0 <= dispatch.node_number(node) < dispatch.next_node_number()
     optimizer = torch.optim.SGD(layer.parameters(), foreach=False)

@@ -19,7 +19,7 @@ def test_a_file_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path: Pat
         assert path.read_text() == "before"
         temporary.write_text("whole")
     assert path.read_text() == "whole"
-    assert path.stat().st_mode & 0o777 == 0o644
+    assert path.stat().st_mode & 0o777 == usual_mode()
     with written_whole(path, mode=PRIVATE) as temporary:
         temporary.write_text("mine")
     assert path.stat().st_mode & 0o777 == 0o600
@@ -79,10 +79,13 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
 
 
-def test_a_new_file_is_as_open_as_the_user_wants_them() -> None:
+def test_a_new_file_is_as_open_as_the_user_wants_them(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         assert usual_mode() == 0o640
         assert os.umask(0o027) == 0o027
+        with written_whole(tmp_path / "plan.toml") as temporary:
+            temporary.write_text("mine")
+        assert (tmp_path / "plan.toml").stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)

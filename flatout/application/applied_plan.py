@@ -6,6 +6,7 @@ starts this one over, once.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -52,11 +53,15 @@ class AppliedPlan:
         self.machine: Machine | None = None
         """None: not needed yet."""
         self.proved_for: str | None = None
+        self._verified = False
         self._visible_before = visible_before
         self._announce, self._while_verifying = announce, while_verifying
 
     def read(self, path: str | None, without: Sequence[str] = ()) -> None:
         """From a file, or from flatout.toml where that is for this script. PlanError for what no script takes."""
+        if (verified := environment.verified_plan()) is not None:
+            self._take_over(verified)
+            return
         plan = self._read(path)
         if plan is None and without:
             raise UsageError(
@@ -64,7 +69,7 @@ class AppliedPlan:
                 limit="it leaves out choices of a plan",
                 remedy="run `flatout tune` first, or name a plan",
             )
-        self.plan = plan.without(*without) if plan is not None else None
+        self.plan = self._with_own_flops(plan.without(*without)) if plan is not None else None
 
     def make_deterministic(self) -> None:
         """Leave out what makes runs differ, and set what makes them repeat."""
@@ -112,6 +117,7 @@ class AppliedPlan:
         """Fill `choices`; trusted: a plan from another machine, torch or arguments is not verified here first.
         verifies: may it be? Otherwise it is not applied; nor is it in one of several ranks, whose trials would have no
         others."""
+        environment.forget_verified_plan()
         if self.plan is None or not self.plan.choices():
             return
         from flatout.levers.catalogue import LEVERS
@@ -129,6 +135,14 @@ class AppliedPlan:
         self.choices = choices_of_plan(self.plan.choices(), LEVERS, self.plan.proved_reduced)
         self._enter_environment()
 
+    def note_unfollowed(self, why: str) -> None:
+        """Processes that the script starts cannot be followed."""
+        text = f"processes that the script starts are not watched ({why})"
+        if self.choices:
+            self._miss(f"{text}, and the plan is not applied in them")
+        else:
+            self.notes.append(text)
+
     def _read(self, path: str | None) -> Plan | None:
         from flatout.plan import read_plan
 
@@ -142,9 +156,17 @@ class AppliedPlan:
             return None
         return for_scripts(PLAN_NAME, plan)
 
+    def _with_own_flops(self, plan: Plan) -> Plan:
+        """FLOPs were counted of a step of one script with its arguments; a step of this run may be another one."""
+        same = plan.script is not None and same_script(plan.script, self.target) and self._has_its_arguments(plan)
+        return plan if same else replace(plan, flops_per_step=None)
+
+    def _has_its_arguments(self, plan: Plan) -> bool:
+        return plan.arguments_digest == arguments_digest(self.target.arguments)
+
     def _compare_arguments(self, plan: Plan) -> None:
         """Other arguments may mean another loop: what was proved in lower precision is applied only to the same one."""
-        if plan.script is None or plan.arguments_digest == arguments_digest(self.target.arguments):
+        if plan.script is None or self._has_its_arguments(plan):
             return
         tuned = f" ({shlex.join(plan.argv)})" if plan.argv else ""  # a plan may keep their digest alone
         self.notes.append(f"the plan was tuned with other arguments{tuned}: tune again with these to be sure")
@@ -171,7 +193,7 @@ class AppliedPlan:
             self.notes.append(text)
         else:
             self._miss(text)
-        self.plan = result.plan
+        self.plan, self._verified = result.plan, True
 
     def _enter_environment(self) -> None:
         """What only a new process can have (a preloaded allocator) means starting over, once."""
@@ -185,7 +207,21 @@ class AppliedPlan:
             if library and library not in environment.preloaded_libraries():
                 self._start_over(environment.with_preloaded(library))
 
+    def _hand_over(self) -> str:
+        """Of a plan that was verified, for the process that starts over: in there a preloaded allocator is already in
+        force, so it could not be verified again."""
+        assert self.plan is not None
+        return json.dumps([self.plan.without_private().to_toml(), self.notes, self.missed])
+
+    def _take_over(self, text: str) -> None:
+        from flatout.plan import Plan
+
+        toml, self.notes, self.missed = json.loads(text)
+        self.plan = Plan.from_toml(toml)
+
     def _start_over(self, variables: dict[str, str]) -> None:
+        if self._verified:
+            variables = {**variables, environment.VERIFIED_PLAN: self._hand_over()}
         os.execve(sys.executable, [*sys.orig_argv], environment.with_visible(variables, self._visible_before))
 
     def _miss(self, text: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,9 +20,11 @@ from flatout.diagnose.finding import Finding
 from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
+from flatout.machine.device import wait_for_gpus
 from flatout.machine.kept_ceilings import load_ceilings
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.notebook_tables import ShownAsText
+from flatout.precision.matmul import current_matmul_precision
 from flatout.profiling.exports import check_trace, write_trace
 from flatout.profiling.profile import GroupBy, Profile, SortBy
 from flatout.profiling.roofline import matrix_units, roofline
@@ -70,8 +71,9 @@ def profile(
     if not callable(function):
         raise wrong("function", function, "it is called without arguments", "for a script: flatout profile train.py")
     as_whole_number(steps, "steps")
-    if trace is not None:
-        check_trace(as_path(trace, "trace"))
+    target = as_path(trace, "trace").absolute() if trace is not None else None  # the function may change the folder
+    if target is not None:
+        check_trace(target)
     from tempfile import TemporaryDirectory
 
     from flatout.profiling.callables import profile_callable
@@ -79,16 +81,18 @@ def profile(
     called = name or getattr(function, "__name__", type(function).__name__)
     watch = LoadWatch()
     with TemporaryDirectory(prefix="flatout-profile-") as folder:
-        recorded = Path(folder) / TRACE_NAME if trace is not None else None
+        recorded = Path(folder) / TRACE_NAME if target is not None else None
         found = profile_callable(function, steps=steps, name=called, folder=os.getcwd(), trace=recorded)
-        if trace is not None and recorded is not None and recorded.exists():
-            write_trace(recorded, Path(trace))
-    import torch
-
+        if target is not None and recorded is not None:
+            if recorded.exists():
+                write_trace(recorded, target)
+            else:
+                why = found.reasons.get("operators", "nothing was recorded").removeprefix("unknown, because ")
+                found = replace(found, notes=(*found.notes, f"no trace was written: {why}"))
     found = _with_load(found, watch.read())
     machine = detect()
     ceilings = load_ceilings(machine, found.device)
-    tf32 = torch.get_float32_matmul_precision() != "highest"
+    tf32 = current_matmul_precision() != "highest"
     return ProfileResult.of(against_ceilings(found, machine.with_ceilings(ceilings), tf32=tf32))
 
 
@@ -112,7 +116,7 @@ def measure(
     return timed(
         function,
         name=name,
-        synchronize=_wait_for_gpu,
+        synchronize=wait_for_gpus,
         warmup=as_whole_number(warmup, "warmup", least=0),
         min_samples=as_whole_number(min_samples, "min_samples"),
         max_seconds=as_seconds(max_seconds, "max_seconds"),
@@ -182,9 +186,3 @@ def _with_load(found: Profile, load: Load | None) -> Profile:
     """With a note where others kept the processor busy."""
     warning = contention(load)
     return found if warning is None else replace(found, notes=(warning, *found.notes))
-
-
-def _wait_for_gpu() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from flatout.diagnose.finding import Finding
 from flatout.errors import UsageError
 from flatout.machine.visible_devices import visible_setting
 from flatout.plan import Plan, read_plan, write_plan
-from flatout.report.document import Document, read_document
+from flatout.report.document import Document, read_document, report_place
 from flatout.script.child_command import child_command
 from flatout.script.replicas.starting import device_count
 from flatout.timing import Measurement
@@ -123,7 +123,7 @@ def run(
     if devices is not None:
         device_count(str(devices), on_cpu=device == "cpu")  # UsageError where there are not so many
     with tempfile.TemporaryDirectory(prefix="flatout-run-") as folder:
-        written = Path(folder) / "run.json" if report is None else _place(report)
+        written = Path(folder) / "run.json" if report is None else report_place(as_path(report, "report"))
         options = ["--report", str(written)]
         if plan is not None and not chosen.choices():
             options += ["--no-plan"]
@@ -142,12 +142,22 @@ def run(
 
 
 def _done(words: Sequence[str], capture_output: bool) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, which would kill the script a quarter of a second after Ctrl-C: it has been interrupted too,
+    and may have a checkpoint to save. A second Ctrl-C does kill it."""
     command = child_command("flatout", "run", *words)
-    if not capture_output:
-        return subprocess.run(command, text=True, check=False)
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
-    )
+    output = subprocess.PIPE if capture_output else None
+    given = subprocess.DEVNULL if capture_output else None
+    with subprocess.Popen(command, stdin=given, stdout=output, stderr=output, text=True, errors="replace") as process:
+        try:
+            try:
+                stdout, stderr = process.communicate()
+            except KeyboardInterrupt:
+                process.communicate()
+                raise
+        except BaseException:
+            process.kill()  # does nothing where it has ended
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def _result(done: subprocess.CompletedProcess[str], document: Document | None) -> RunResult:
@@ -173,19 +183,11 @@ def _result(done: subprocess.CompletedProcess[str], document: Document | None) -
     )
 
 
-def _place(report: str | os.PathLike[str]) -> Path:
-    path = as_path(report, "report").absolute()
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
-    return path
-
-
 def _stamp(path: Path) -> tuple[int, int] | None:
     """Tells whether a file was written anew; None: there is none."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
+    if not path.is_file():  # /dev/null keeps nothing to read
         return None
+    found = path.stat()
     return found.st_ino, found.st_mtime_ns
 
 

@@ -12,6 +12,7 @@ from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
 from flatout.plan import Plan
 from flatout.predicted_time.prediction import WhatIf
+from flatout.profiling.step_operators import StepOperators
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded, explain_end
 from flatout.script.trial.process import TrialProcess
@@ -61,6 +62,7 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
                 trial.start(request.patience_seconds)
                 progress("following one step")
                 step = trial.operators(choices)
+                check_precision(request, step)
                 progress("following its memory")
                 peak = trial.peak(choices).peak_bytes if step.device == "cpu" else None
             except TrialEnded as end:
@@ -85,3 +87,15 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
         prices=request.prices,
         notes=notes,
     )
+
+
+def check_precision(request: WhatIfRequest, step: StepOperators) -> None:
+    """UsageError where the script casts its products itself, so that they are not in the precision asked for."""
+    from flatout.predicted_time.predicting import half_products
+
+    if request.precision in ("fp32", "tf32") and (half := half_products(step.operators)):
+        raise UsageError(
+            f"--precision {request.precision}, but {request.target.name} itself computes products in {half}",
+            limit="what it casts is not undone",
+            remedy="leave --precision out, or turn its autocast off",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,28 @@ def models_of(setup: Setup) -> dict[str, Training]:
 
 def compared(before: Step, after: Step, setup: Setup, seconds: float) -> Speedup:
     """How many times as fast `after` is."""
-    wait = torch.cuda.synchronize if setup.device == "cuda" else None
     found = interleave(
-        {"before": before, "after": after}, rounds=MOST_ROUNDS, synchronize=wait, max_seconds=seconds, warmup=2
+        {"before": before, "after": after},
+        rounds=MOST_ROUNDS,
+        synchronize=wait_of(setup),
+        max_seconds=seconds,
+        warmup=2,
     )
     return Speedup.of(compare_paired(found["before"].samples_seconds, found["after"].samples_seconds))
+
+
+def wait_of(setup: Setup) -> Step | None:
+    """What waits until the device is done; None: calls return no earlier."""
+    return torch.cuda.synchronize if setup.device == "cuda" else None
+
+
+def once_seconds(step: Step, setup: Setup) -> float:
+    """Of a single call, until the device is done."""
+    began = time.perf_counter()
+    step()
+    if (wait := wait_of(setup)) is not None:
+        wait()
+    return time.perf_counter() - began
 
 
 def exactly(ratio: float) -> Speedup:

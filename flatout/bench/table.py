@@ -21,7 +21,7 @@ from flatout.bench.results import BenchResult, Row, Tried, WorkloadResult
 from flatout.bench.training import BERT_BASE, COMPILE, GPT2_124M, RESNET50
 from flatout.bench.workload import Contender, Found, Settings, Setup, Workload
 from flatout.errors import FlatoutError, MachineError
-from flatout.machine.detect import installed_version
+from flatout.machine.detect import available_memory_bytes, installed_version
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.timing import LoadWatch
 from flatout.units import format_bytes
@@ -203,7 +203,7 @@ class _Run:
 
     def _begun(self, name: str, settings: Settings) -> ContenderProcess:
         """MachineError where too little memory is left for one more."""
-        free = psutil.virtual_memory().available
+        free = available_memory_bytes()  # not the host's, of which a container may have little
         if free < ROOM * self.largest_bytes:
             raise MachineError(
                 f"{format_bytes(free)} of memory are left",

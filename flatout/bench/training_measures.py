@@ -7,7 +7,6 @@ speed-ups takes part: it is the advice that is measured.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +24,10 @@ from flatout.bench.claim_steps import (
     compared,
     exactly,
     models_of,
+    once_seconds,
     peak_bytes,
     training_step,
+    wait_of,
 )
 from flatout.bench.training import Batch, Training, loss_of
 from flatout.bench.workload import Setup
@@ -131,9 +132,7 @@ def compile_speed(setup: Setup, seconds: float) -> Sequence[Case]:
     found = []
     for name, training in models_of(setup).items():
         compiled = training_step(training, setup, compiled="default")
-        began = time.perf_counter()
-        compiled()
-        first_seconds = time.perf_counter() - began
+        first_seconds = once_seconds(compiled, setup)
         speedup = compared(training_step(training, setup), compiled, setup, seconds)
         found.append(
             Case(
@@ -151,11 +150,9 @@ def first_call(setup: Setup, seconds: float) -> Sequence[Case]:
     model, (inputs, _) = training.start(setup)
     compiled = torch.compile(model)
     torch.compiler.reset()  # other claims may have compiled it already
-    began = time.perf_counter()
     with torch.no_grad():
-        compiled(inputs)
-        first = time.perf_counter() - began
-        later = measure(lambda: compiled(inputs), max_seconds=seconds).median_seconds
+        first = once_seconds(lambda: compiled(inputs), setup)
+        later = measure(lambda: compiled(inputs), synchronize=wait_of(setup), max_seconds=seconds).median_seconds
     note = f"{first:.1f} s, then {later * 1e6:.0f} µs; a cache on disk shortens it"
     return [Case(condition="MLP inference", measured=exactly(first / later), note=note)]
 

@@ -80,12 +80,13 @@ def whole_folder(parent: Path, name: str) -> Iterator[Path]:
         place.mkdir()
         always.callback(os.close, _hold(place))
         yield place
-        (place / LOCK).unlink()
         _sync_folder(place)
         os.rename(place, parent / name)
         on_failure.callback(shutil.rmtree, parent / name, ignore_errors=True)
         _sync_folder(parent)
         on_failure.pop_all()
+        with contextlib.suppress(OSError):  # not before: without its lock, a folder that is unfinished is abandoned
+            (parent / name / LOCK).unlink()
 
 
 def remove_folder(folder: Path) -> None:

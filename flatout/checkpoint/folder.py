@@ -65,6 +65,8 @@ class Checkpoints:
         self._asynchronous, self._rank = asynchronous, rank
         self._copies, self._part_copies, self._background = HostCopies(), HostCopies(), BackgroundWork()
         self._swept = False
+        self._damaged: set[str] = set()
+        """Names of checkpoints that `load` has found to be damaged."""
         # a failure that no call of `wait` raised is at least shown when the interpreter exits
         self._at_exit = weakref.finalize(self, self._background.wait)
 
@@ -78,22 +80,23 @@ class Checkpoints:
 
         Raises UsageError if the state holds what cannot be stored (before anything is written) or the folder cannot
         be written, MachineError if the disk is full or fails; the checkpoints before are untouched. With
-        `asynchronous`, first waits for the save before; if that one failed, raises its error and saves nothing.
+        `asynchronous`, first waits for the save before; if that one failed, raises its error and saves nothing. Where
+        several ranks write their parts, what goes wrong on one is raised there and on rank 0, and nothing is saved.
         """
         first = (rank_and_ranks()[0] if self._rank is None else self._rank) == 0
-        if not first and not _has_parts(state):
+        shared = SharedSave() if _has_parts(state) else None  # before what may fail: ranks count their saves alike
+        if not first and shared is None:
             return
-        self.wait()
-        step, metric = _checked_step(step), _checked_metric(metric)
-        found = split(state)
-        shared = SharedSave() if found.parts else None
-        if first:
-            with _told_of_failure(shared):
+        with _told_of_failure(shared):
+            self.wait()
+            step, metric = _checked_step(step), _checked_metric(metric)
+            found = split(state)
+            if first:
                 write = self._whole(found, shared, step, metric)
-        else:
-            assert shared is not None
-            fill_in = functools.partial(write_parts, rank=shared.rank, parts=self._taken_parts(found.parts))
-            write = functools.partial(shared.write, fill_in)
+            else:
+                assert shared is not None
+                fill_in = functools.partial(write_parts, rank=shared.rank, parts=self._taken_parts(found.parts))
+                write = functools.partial(shared.write, fill_in, step)
         if self._asynchronous:
             self._background.start(write)
         else:
@@ -107,11 +110,14 @@ class Checkpoints:
             sweep(self.folder)
             self._swept = True
         check_space(self.folder, need_bytes, _called(step))
-        parts = None if shared is None else functools.partial(_all_parts, shared, self._taken_parts(found.parts))
+        parts = None
+        if shared is not None:
+            parts = functools.partial(_all_parts, shared, self._taken_parts(found.parts), step)
         tensors = self._copies.take(found.tensors) if self._asynchronous else found.tensors
         content = functools.partial(fill, structure=structure, tensors=tensors, step=step, metric=metric, parts=parts)
         # without self: a save in flight does not keep alive a Checkpoints that nothing else holds
-        write = functools.partial(_write, self.folder, step, content, need_bytes, self._keeping)
+        keeping = replace(self._keeping, damaged=frozenset(self._damaged))
+        write = functools.partial(_write, self.folder, step, content, need_bytes, keeping)
 
         def told() -> None:
             with _told_of_failure(shared):
@@ -165,6 +171,8 @@ class Checkpoints:
             except UsageError as error:
                 if _is_newer(entry):
                     raise
+                if not _is_unreadable(error):
+                    self._damaged.add(entry.folder.name)
                 notes.append(f"{entry.folder.name} was skipped: {error.what}")
         if loaded is None and entries:
             remedy = "restore one from a backup, or name another folder to start over"
@@ -200,6 +208,8 @@ class _Keeping:
     last: int
     best: int
     lowest_is_best: bool
+    damaged: frozenset[str] = frozenset()
+    """Names of checkpoints that count among neither, though their sizes are right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +251,20 @@ def _opened(entry: _Entry) -> Checkpoint | None:
         return None
 
 
+def _is_unreadable(error: UsageError) -> bool:
+    """Is it of a file system that fails or refuses, perhaps only now, and not of damage?"""
+    return isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+
+
+def _may_be_deleted(entry: _Entry) -> bool:
+    """Not what a newer Flatout wrote, nor what cannot be read now and may be whole."""
+    try:
+        _open(entry)
+    except UsageError as error:
+        return not _is_unreadable(error) and not _is_newer(entry)
+    return True
+
+
 def _is_newer(entry: _Entry) -> bool:
     return (schema_of(entry.folder) or 0) > SCHEMA
 
@@ -264,9 +288,10 @@ def _write(folder: Path, step: int, fill_in: Callable[[Path], None], need_bytes:
 
 def _prune(folder: Path, keeping: _Keeping) -> None:
     """Called when the newest has just been written and flushed, so that one whole checkpoint always stays."""
-    entries = [entry for entry in _entries(folder) if not _is_newer(entry)]
-    kept = {entry.folder for entry in [one for one in entries if _opened(one)][-keeping.last :]}
-    kept |= {entry.folder for entry, _ in _ranked(entries, keeping.lowest_is_best)[: keeping.best]}
+    entries = [entry for entry in _entries(folder) if _may_be_deleted(entry)]
+    whole = [entry for entry in entries if entry.folder.name not in keeping.damaged and _opened(entry)]
+    kept = {entry.folder for entry in whole[-keeping.last :]}
+    kept |= {entry.folder for entry, _ in _ranked(whole, keeping.lowest_is_best)[: keeping.best]}
     for entry in entries[:-1]:
         if entry.folder not in kept:
             try:
@@ -279,16 +304,16 @@ def _called(step: int) -> str:
     return f"the checkpoint of step {step}"
 
 
-def _all_parts(shared: SharedSave, parts: Mapping[str, Part], folder: Path) -> dict[str, StoredFile]:
+def _all_parts(shared: SharedSave, parts: Mapping[str, Part], step: int, folder: Path) -> dict[str, StoredFile]:
     """Rank 0's parts, written, and the other ranks'."""
-    shared.begin(folder)
+    shared.begin(folder, step)
     name, own = write_parts(folder, shared.rank, parts)
     return {name: own, **shared.collected(folder)}
 
 
 @contextlib.contextmanager
 def _told_of_failure(shared: SharedSave | None) -> Iterator[None]:
-    """The other ranks, which may wait for a folder."""
+    """The other ranks, which may wait for a folder, or for this rank's part."""
     try:
         yield
     except BaseException as error:
@@ -298,7 +323,9 @@ def _told_of_failure(shared: SharedSave | None) -> Iterator[None]:
 
 
 def _has_parts(state: object) -> bool:
-    return next(leaves_in(state, "state", lambda one: isinstance(one, Part)), None) is not None
+    with contextlib.suppress(RecursionError):  # of a value that holds itself, which `split` refuses
+        return next(leaves_in(state, "state", lambda one: isinstance(one, Part)), None) is not None
+    return False
 
 
 def _need_bytes(structure: bytes, tensors: Sequence[torch.Tensor]) -> int:

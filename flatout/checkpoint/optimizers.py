@@ -18,6 +18,8 @@ Saved: TypeAlias = Mapping[str, Any]  # as torch has it: every optimizer keeps w
 """An optimizer's state_dict: param_groups, and the state of each parameter by number."""
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, not what: the optimizer here keeps its own."""
+DECOUPLED = "decoupled_weight_decay"
+"""What tells AdamW from Adam, which have the same options and state otherwise; the optimizer here keeps its own."""
 _LIKE_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
 )
@@ -52,6 +54,9 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, 
         if lacking and unknown:  # either alone is another version of torch, both are another optimizer
             found.missing += [f"{path}: group {index}: {key}" for key in lacking]
             found.unexpected += [f"{path}: group {index}: {key}" for key in unknown]
+        if DECOUPLED in there and DECOUPLED in group and there[DECOUPLED] != group[DECOUPLED]:
+            values = f"{there[DECOUPLED]} saved, {group[DECOUPLED]} here"
+            found.unexpected.append(f"{path}: group {index}: {DECOUPLED} ({values})")
     for number, (identity, parameter) in enumerate(_parameters(optimizer, saved)):
         for key, value in states.get(identity, {}).items():
             if (
@@ -98,7 +103,7 @@ def _keep_dtypes(here: dict[str, object], there: Mapping[str, object]) -> None:
 
 def _option(key: str, value: object, group: Mapping[str, object], devices: set[torch.device]) -> object:
     own = group.get(key)
-    if key in IMPLEMENTATION and key in group:
+    if key in (*IMPLEMENTATION, DECOUPLED) and key in group:
         return own
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):  # a learning rate that lives on the device
         return value.to(own.device, copy=True)

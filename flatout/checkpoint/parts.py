@@ -37,6 +37,8 @@ class Part:
     """Of the whole."""
     offset: tuple[int, ...]
     """Where `local` begins in the whole."""
+    first_copy: bool = True
+    """Is this the rank that writes it, of those that hold the same? Ranks along a mesh dimension may have copies."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,8 +79,13 @@ def part_of(tensor: torch.Tensor) -> Part | None:
     if all(isinstance(one, Replicate) for one in spread.placements):
         return None
     _, offset = local_shape_and_offset(spread.shape, spread.device_mesh, spread.placements)
-    local = spread.to_local()
-    return Part(local=local.detach(), shape=spread.shape, offset=tuple(offset) if local.numel() else (0,) * local.ndim)
+    local, place = spread.to_local(), spread.device_mesh.get_coordinate() or ()
+    return Part(
+        local=local.detach(),
+        shape=spread.shape,
+        offset=tuple(offset) if local.numel() else (0,) * local.ndim,
+        first_copy=not any(at for at, one in zip(place, spread.placements, strict=False) if isinstance(one, Replicate)),
+    )
 
 
 def spread_like(parameter: torch.Tensor | None, value: object) -> object:
@@ -95,15 +102,21 @@ def offsets_text(parts: Mapping[str, Part]) -> str:
 def read_parts(paths: Iterable[Path], whole: Mapping[str, tuple[list[int], str]]) -> dict[str, torch.Tensor]:
     """The whole tensors, from the files of all ranks; `whole` has the shape and dtype of each.
 
-    Raises ValueError for parts that overlap, reach outside, or leave elements out; KeyError, OSError, SafetensorError.
+    Of a part that several ranks hold the first copy counts. Raises ValueError for parts that overlap otherwise, reach
+    outside, or leave elements out; KeyError, OSError, SafetensorError.
     """
     tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in whole.items()}
     missing = {name: tensor.numel() for name, tensor in tensors.items()}
+    seen: set[tuple[object, ...]] = set()
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             offsets: dict[str, Any] = json.loads(file.metadata()[OFFSETS])
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 part = file.get_tensor(name)
+                key = name, *offsets[name], *part.shape
+                if key in seen:
+                    continue
+                seen.add(key)
                 place = _place(tensors[name], offsets[name], part)
                 place.copy_(part)
                 missing[name] -= part.numel()

@@ -70,7 +70,7 @@ def restore(
     live_by_section = live_sections(step, data, given, objects)
     if step is not None:  # a training that continues needs all that it had
         found.unexpected += [
-            name for name in ("scheduler", "data", "objects") if name in state.keys() - live_by_section
+            name for name in ("scheduler", "scaler", "data", "objects") if name in state.keys() - live_by_section
         ]
     loadings = []
     for section, whole in live_by_section.items():

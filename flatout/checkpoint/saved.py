@@ -110,6 +110,7 @@ def structure_text(structure: Mapping[str, object]) -> bytes:
 def write_parts(folder: Path, rank: int, parts: Mapping[str, Part]) -> tuple[str, StoredFile]:
     """Write one rank's parts into the unfinished folder of a checkpoint, flushed to the disk. Raises OSError."""
     name = f"{PREFIX}{rank:05d}{TENSORS}"
+    parts = {key: part for key, part in parts.items() if part.first_copy}
     with hashed_file(folder / name) as file:
         write_tensors(file, {key: part.local for key, part in parts.items()}, **{OFFSETS: offsets_text(parts)})
     return name, StoredFile(size_bytes=file.size_bytes, sha256=file.sha256)

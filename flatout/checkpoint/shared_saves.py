@@ -36,19 +36,16 @@ class SharedSave:
 
     # rank 0
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path, step: int) -> None:
         """Tell the others where to write."""
-        self._tell("folder", {"path": str(folder.absolute())})
-
-    def cancel(self, error: BaseException) -> None:
-        """Tell them that there is nothing to write to."""
-        self._tell("folder", {"error": describe_error(error)})
+        self._tell("folder", {"path": str(folder.absolute()), "step": step})
 
     def collected(self, folder: Path) -> dict[str, StoredFile]:
         """The others' files, once all are written. Raises MachineError if one was not, or is not in this folder."""
         files = {}
-        for rank in range(1, self.ranks):
-            said = self._heard(str(rank), f"rank {rank} did not write its part of the checkpoint")
+        otherwise = "did not write its part of the checkpoint"
+        heard = {rank: self._heard(str(rank), f"rank {rank} {otherwise}") for rank in range(1, self.ranks)}
+        for rank, said in heard.items():  # only now: a failure deletes the folder, where nobody may be writing then
             if "error" in said:
                 raise MachineError(
                     f"rank {rank} could not write its part of the checkpoint: {said['error']}",
@@ -68,22 +65,34 @@ class SharedSave:
 
     # the others
 
-    def write(self, fill: Callable[[Path], tuple[str, StoredFile]]) -> None:
+    def write(self, fill: Callable[[Path], tuple[str, StoredFile]], step: int) -> None:
         """Write into the folder that rank 0 made; fill(folder) returns the file's name and what it holds.
 
-        Raises MachineError if rank 0 has none, and what `fill` raises, of which rank 0 is told.
+        Writes nothing where rank 0 could make none, which is raised there: raised here as well, it would end the next
+        save on this rank alone. Raises MachineError if rank 0 says nothing or saves another step, and what `fill`
+        raises, of which rank 0 is told.
         """
-        said = self._heard("folder", "rank 0 began no checkpoint")
-        if "error" in said:
-            raise MachineError(f"rank 0 could not write the checkpoint: {said['error']}")
         try:
+            said = self._heard("folder", "rank 0 began no checkpoint")
+            if "error" in said:
+                return
+            if said["step"] != step:
+                raise MachineError(
+                    f"rank 0 saves step {said['step']}, and rank {self.rank} step {step}",
+                    limit="a checkpoint holds one step of all ranks",
+                    remedy="call Checkpoints.save on every rank, equally often",
+                )
             name, file = fill(Path(str(said["path"])))
         except BaseException as error:
-            self._tell(str(self.rank), {"error": describe_error(error)})
+            self.cancel(error)
             raise
         self._tell(str(self.rank), {"name": name, "size_bytes": file.size_bytes, "sha256": file.sha256})
 
     # both
+
+    def cancel(self, error: BaseException) -> None:
+        """Tell the others that there is nothing to write to; or rank 0 that this rank has written nothing."""
+        self._tell("folder" if self.rank == 0 else str(self.rank), {"error": describe_error(error)})
 
     def _tell(self, what: str, content: dict[str, object]) -> None:
         self._store.set(f"{self._key}/{what}", json.dumps(content))

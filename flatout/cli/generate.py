@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")]
 PromptsFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help='One prompt a line: a text, or with .jsonl a text, ids or {"prompt": ...}.'),
+    typer.Option(
+        metavar="FILE",
+        help='A prompt a line: a text, or in .jsonl also ids or {"prompt": ...}; or .npy, .npz, .safetensors of ids.',
+    ),
 ]
 TokenizerOption = Annotated[
     str | None, typer.Option(metavar="SPEC", help="file.py:name or a folder; default: that of the model's folder.")
@@ -126,14 +129,17 @@ def _made(
     from flatout.infer.progress_bar import progress_bar
     from flatout.report.inference_text import generation_text
 
-    alone = len(given) == 1
-    with progress_bar(len(given), shown=not alone) as bar:
+    alone, stdout = len(given) == 1, sys.stdout
+    with (
+        progress_bar(len(given), shown=not alone) as bar,
+        contextlib.redirect_stdout(sys.stderr),  # what the model's own code prints is not our text
+    ):
         made = generator.generate(
             given,
             max_new_tokens=max_new_tokens,
             **settings,
             progress=lambda ended, tokens: bar(ended, f"{tokens} tokens"),
-            pieces=_shown_as_it_comes if alone and shown else None,
+            pieces=(lambda piece: _show(piece, stdout)) if alone and shown else None,
         )
     if shown:
         print("" if alone else generation_text(made))
@@ -163,17 +169,22 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
     import json
 
     from flatout.errors import UsageError
+    from flatout.infer.input_files import ARRAYS, open_inputs
 
     given: list[object] = [_text_or_ids(one, has_tokenizer) for one in texts]
     if file is None:
         if not given:
             raise UsageError("there is no prompt", remedy="pass --prompt TEXT or --prompts FILE")
         return given
+    if file.suffix in ARRAYS:
+        return [*given, *open_inputs(file).begin(0)]
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8").split("\n")  # a text may hold other separators of lines
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {file}: {error}", limit="prompts are lines of UTF-8 text") from error
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         if file.suffix != ".jsonl":
             given.append(_text_or_ids(line, has_tokenizer))
             continue
@@ -181,7 +192,7 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
             value = json.loads(line)
         except ValueError as error:
             raise UsageError(f"{file}, line {number} is not JSON: {error}") from error
-        given.append(value.get("prompt") if isinstance(value, dict) else value)
+        given.append(value.get("prompt", value.get("text")) if isinstance(value, dict) else value)
     return given
 
 
@@ -199,6 +210,6 @@ def _text_or_ids(text: str, has_tokenizer: bool) -> str | list[int]:
         raise UsageError(what, limit="a model reads token ids", remedy=remedy) from None
 
 
-def _shown_as_it_comes(piece: Piece) -> None:
+def _show(piece: Piece, stdout: TextIO) -> None:
     text = piece.text if piece.text is not None else "".join(f"{token} " for token in piece.tokens)
-    print(text, end="", flush=True)
+    print(text, end="", flush=True, file=stdout)

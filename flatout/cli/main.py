@@ -144,6 +144,8 @@ def main(arguments: Sequence[str]) -> int:
             return command.invoke(context) or 0
     except typer.Exit as ended:
         return ended.exit_code
+    except typer.Abort:  # Ctrl-C, or the end of the input, at a question
+        raise KeyboardInterrupt from None
     except typer.TyperException as error:
         at = getattr(error, "ctx", None)  # where in `flatout VERB` the slip is, if the error knows
         see = f"see: {at.command_path if at else 'flatout'} --help"

@@ -82,8 +82,8 @@ def _run(
     from flatout.report.document import to_text
     from flatout.report.inference_text import predict_document, predict_text
 
-    source = open_inputs(inputs, _encode(model, tokenizer))
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document
+        source = open_inputs(inputs, _encode(model, tokenizer))
         module, _ = load_model(model)
         of = run_identity(
             model, module, inputs, plan, tokenizer=tokenizer, keep=keep, check_finite=made["check_finite"]
@@ -111,7 +111,7 @@ def _run(
 
 
 def _encode(model: str, tokenizer: str | None) -> Encode | None:
-    from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
+    from flatout.infer.tokenizer_source import encode_of, load_tokenizer, tokenizer_beside
 
     found = load_tokenizer(tokenizer) if tokenizer is not None else tokenizer_beside(model)
-    return None if found is None else found.encode
+    return None if found is None else encode_of(found)

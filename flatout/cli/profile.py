@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flatout.diagnose.profile_summary import ScriptProfile
+    from flatout.errors import FlatoutError
     from flatout.profiling.profile import GroupBy, SortBy
     from flatout.script.profile_trial import ProfileRequest, ProfileWatched
     from flatout.train.loggers import TensorBoardLog
@@ -111,10 +112,13 @@ def profile(
             )
             found = profile_script(request, progress, watching)
         sys.stderr.write(found.watched.errors)
-        files = _export(found, by, sort, trace=trace, tensorboard=tensorboard, operators=operators, log=log)
+        exported = _export(found, by, sort, trace=trace, tensorboard=tensorboard, operators=operators, log=log)
     if not found.watched.status or found.watched.steps:  # a script that fails at once has shown why
         document = profile_document(found, include_private=include_private)
-        print(to_text(document) if json else _text(found, by, sort, files))
+        print(to_text(document) if json else _text(found, by, sort, exported.files))
+    sys.stderr.writelines(f"flatout: {line}\n" for line in exported.missing)
+    if exported.error is not None:
+        raise exported.error
     return found.watched.status or 0
 
 
@@ -210,6 +214,15 @@ def _tensorboard_log(folder: Path) -> TensorBoardLog:
     return TensorBoardLog(folder)
 
 
+@dataclass
+class Exported:
+    """What was written, (what, where); what was not, and why; and the first error, which comes after the results."""
+
+    files: list[tuple[str, Path]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    error: FlatoutError | None = None
+
+
 def _export(
     found: ScriptProfile,
     by: GroupBy,
@@ -219,22 +232,33 @@ def _export(
     tensorboard: Path | None,
     operators: Path | None,
     log: TensorBoardLog | None,
-) -> list[tuple[str, Path]]:
-    """What was written: (what, where)."""
+) -> Exported:
+    from flatout.errors import FlatoutError
     from flatout.profiling.exports import write_table, write_tensorboard, write_trace
 
-    files: list[tuple[str, Path]] = []
-    recorded = found.watched.trace
-    if found.profile is None:
-        return files
+    profile, recorded = found.profile, found.watched.trace
+    exported = Exported()
+
+    def write(what: str, path: Path, writing: Callable[[], object]) -> None:
+        try:
+            writing()
+            exported.files.append((what, path))
+        except FlatoutError as error:
+            exported.error = exported.error or error
+
+    def left_out(path: Path, why: str) -> None:
+        exported.missing.append(f"{path} was not written: {why.removeprefix('unknown, because ')}")
+
+    if profile is None:
+        for path in filter(None, (trace, tensorboard, operators)):
+            left_out(path, "no step was profiled")
+        return exported
     if trace is not None and recorded is not None:
-        write_trace(recorded, trace)
-        files.append(("trace", trace))
+        write("trace", trace, lambda: write_trace(recorded, trace))
+    elif trace is not None:
+        left_out(trace, profile.reasons.get("operators", "nothing was recorded"))
     if tensorboard is not None and log is not None:
-        write_tensorboard(tensorboard, recorded, found.profile, log)
-        files.append(("TensorBoard", tensorboard))
+        write("TensorBoard", tensorboard, lambda: write_tensorboard(tensorboard, recorded, profile, log))
     if operators is not None:
-        rows = found.profile.operators_by(by, sort)
-        write_table(operators, rows)
-        files.append(("operators", operators))
-    return files
+        write("operators", operators, lambda: write_table(operators, profile.operators_by(by, sort)))
+    return exported

@@ -176,7 +176,7 @@ class Run:
         self.panel: Panel | None = None
         self.live: LiveRun | None = None
         self._lines: RunPanel | None = None
-        self._began = time.perf_counter()
+        self._began, self._times = time.perf_counter(), os.times()
         self._write_next_at = self._began + WRITTEN_EVERY_SECONDS
         self._show = False
         self._terminal = -1
@@ -217,7 +217,7 @@ class Run:
         self.runner.at_second.append(self._write_now_and_then)
         self.runner.install()
         atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
-        self._began = time.perf_counter()
+        self._began, self._times = time.perf_counter(), os.times()
         self._ranks_folder = _ranks_folder(self.rank)
         if _first_rank(self.rank):
             self._go_live()
@@ -228,14 +228,22 @@ class Run:
         if self.on_terminal:
             self._terminal = os.dup(sys.stderr.fileno())  # the script may close or replace its streams
             self._show = True
-            self._start_panel()
-        if self.live is not None and self.live.folder is not None:  # last: our own processes are not the script's
-            from flatout.script.following import follow_children, plan_children
+            if environment.terminal_has_cursor():
+                self._start_panel()
+        if self.live is not None:  # last: our own processes are not the script's
+            self._follow(self.live)
 
-            self._records = self.live.folder
-            if plan.plan is not None and plan.choices and plan.plan.loop is not None:
-                plan_children(self._records, plan.choices, plan.plan.loop)
-            follow_children(self._records)
+    def _follow(self, live: LiveRun) -> None:
+        """Watch the processes that the script starts, and apply the plan in those that train its loop."""
+        from flatout.script.following import follow_children, plan_children
+
+        plan, self._records = self.applied, live.folder
+        if self._records is None:
+            plan.note_unfollowed(live.fault or "unknown")
+            return
+        if plan.plan is not None and plan.choices and plan.plan.loop is not None:
+            plan_children(self._records, plan.choices, plan.plan.loop)
+        follow_children(self._records)
 
     def _on_one_device(self) -> None:
         """Why the plan's number of devices, if it has one, does not apply."""
@@ -346,7 +354,7 @@ class Run:
                 self._tell_of_plan()
                 self._report_all()
         except (Exception, KeyboardInterrupt) as error:
-            self._say(f"flatout: no summary: {type(error).__name__}: {error}")
+            self._warn(f"flatout: no summary: {type(error).__name__}: {error}")
         if self.interrupted:
             _remember_interrupt()
 
@@ -356,7 +364,16 @@ class Run:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
             with contextlib.suppress(OSError):
-                os.write(self._terminal, (text + "\n").encode())
+                os.write(self._terminal, (text + "\n").encode("utf-8", "backslashreplace"))
+
+    def _warn(self, text: str) -> None:
+        """What the user must know, on a terminal or not."""
+        if self._show:
+            self._say(text)
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     def _tell_of_plan(self) -> None:
         """What of the plan is not applied, a line each, where no terminal shows the summary that says it."""
@@ -367,22 +384,29 @@ class Run:
             sys.stderr.writelines(f"flatout: {line}\n" for line in lines)
             sys.stderr.flush()
 
-    def _others(self) -> Others:
-        """That trained; read anew each time, because some may still run."""
+    def _others(self, *, ended: bool) -> Others:
+        """That trained; read anew each time, because some may still run. ended: the script has, and the last records of
+        the other ranks are waited for, which a training loop has no time for."""
         from flatout.script.process_record import Others
-        from flatout.script.record_file import read_records
 
         ranks: tuple[ProcessRecord, ...] = ()
         if self._ranks_folder is not None and (place := self._place()) is not None:
-            from flatout.script.rank_folder import last_records
+            from flatout.script.rank_folder import last_records, records_of_others
 
-            ranks = last_records(self._ranks_folder, place.rank or 0)
+            read = last_records if ended else records_of_others
+            ranks = read(self._ranks_folder, place.rank or 0)
         return Others(
-            started=() if self._records is None else tuple(read_records(self._records)),
+            started=self._started(),
             ranks=ranks,
             place=self._place(),
             devices=None if self.rank is None else self.rank.count,
         )
+
+    def _started(self) -> tuple[ProcessRecord, ...]:
+        """Processes that the script started to train in."""
+        from flatout.script.record_file import read_records
+
+        return () if self._records is None else tuple(read_records(self._records))
 
     def _place(self) -> Place | None:
         """None: it is no rank, or the ranks share no folder."""
@@ -396,7 +420,7 @@ class Run:
         return Place(rank=environment.rank(), ranks=environment.world_size())
 
     def _not_in_processes(self) -> list[str]:
-        count = sum(not one.applied for one in self._others().started)
+        count = sum(not one.applied for one in self._started())
         if not self.applied.choices or not count:
             return []
         processes = f"{count} processes" if count > 1 else "a process"
@@ -420,14 +444,15 @@ class Run:
         from flatout.script.replicas.settings import SUMMARY
 
         self.runner.ended()
-        summary = self._summary()
+        summary = self._summary(ended=True)
         written = None
         if self.report is not None:
-            with contextlib.suppress(UsageError):
+            try:
                 write_document(self.report, self._document(summary))
                 written = str(self.report)
-            if written is None:
-                self._say(f"flatout: {self.report} could not be written")
+            except UsageError as error:
+                older = f"; {self.report.name} is an older one" if self.report.is_file() else ""
+                self._warn(f"flatout: no report of this run: {error}{older}")
         text = "\n" + run_text(summary, written)
         self._say(text)
         if self.rank is not None and tells_parent:
@@ -449,14 +474,14 @@ class Run:
         with own_imports(), contextlib.suppress(UsageError):
             from flatout.report.document import write_document
 
-            write_document(self.report, self._document(self._summary()))
+            write_document(self.report, self._document(self._summary(ended=False)))
 
     def _document(self, summary: RunSummary) -> dict[str, object]:
         from flatout.report.run_text import run_document
 
         return run_document(summary, include_private="--include-private" in self.options)
 
-    def _summary(self) -> RunSummary:
+    def _summary(self, *, ended: bool) -> RunSummary:
         from flatout.diagnose.run_summary import summarise
 
         return summarise(
@@ -467,7 +492,8 @@ class Run:
             notes=[*self.applied.notes, *self._not_in_processes(), *self._of_sharing()],
             machine=self.applied.machine,
             began=self._began,
-            others=self._others(),
+            times_before=self._times,
+            others=self._others(ended=ended),
         )
 
 
@@ -479,10 +505,9 @@ def _report_path(options: dict[str, str], rank: Rank | None) -> Path | None:
         return None
     if "--report" not in options:
         return Path(REPORT_NAME).absolute()
-    path = Path(options["--report"]).absolute()
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
-    return path
+    from flatout.report.document import report_place
+
+    return report_place(options["--report"])
 
 
 def _rank() -> Rank | None:

@@ -82,7 +82,7 @@ def run_on_devices(target: Target, options: dict[str, str]) -> int | None:
     )
     with ranks_prepared(settings) as folder, signals_as_exits():
         on_terminal = "--quiet" not in options and is_terminal(sys.stdout) and is_terminal(sys.stderr)
-        with _panel(folder) if on_terminal else contextlib.nullcontext():
+        with _panel(folder) if on_terminal and environment.terminal_has_cursor() else contextlib.nullcontext():
             status = start_ranks(request, folder)
         facts = Facts.read(folder)
         told = on_terminal and _show_summary(folder)

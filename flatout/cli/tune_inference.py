@@ -90,8 +90,8 @@ def _run(
     from flatout.tuning.short_budget import budget_option
 
     check_place(out)
-    sample = _sample(inputs, model, tokenizer)
     with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:  # what the model prints is no document
+        sample = _sample(inputs, model, tokenizer)
         module, _ = load_model(model, device)
         found = tune(module, sample, progress=progress, **asked)
     write_plan(out, found.plan)  # first: printing may fail, as into a closed pipe
@@ -99,8 +99,9 @@ def _run(
     if not as_json:
         given = shlex.quote(str(inputs))
         more = f"--prompts {given}" if found.task == "generate" else f"{given} --out RESULTS.jsonl"
-        there = "" if device is None else f" --device {shlex.quote(device)}"
-        command = f"flatout {found.task} {shlex.quote(model)} {more} --plan {shlex.quote(str(out))}{there}"
+        options = {"--tokenizer": tokenizer, "--plan": str(out), "--device": device}
+        there = "".join(f" {name} {shlex.quote(value)}" for name, value in options.items() if value is not None)
+        command = f"flatout {found.task} {shlex.quote(model)} {more}{there}"
         print(f"{'saved':<10}{out}      next: {command}")
     return 0
 
@@ -110,12 +111,14 @@ def _sample(path: Path, model: str, tokenizer: str | None) -> list[object]:
     import torch
 
     from flatout.infer.input_files import open_inputs
-    from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
+    from flatout.infer.tokenizer_source import encode_of, load_tokenizer, tokenizer_beside
 
     words = load_tokenizer(tokenizer) if tokenizer is not None else tokenizer_beside(model)
     found = []
-    for value in islice(open_inputs(path, None if words is None else words.encode).begin(0), MOST_ITEMS):
+    for value in islice(open_inputs(path, None if words is None else encode_of(words)).begin(0), MOST_ITEMS):
         if isinstance(value, Exception):
             raise value
+        if isinstance(value, list) and not value:  # a blank line: generate skips it too
+            continue
         found.append(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
     return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout import environment
 from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def watch(
     watching = RunWatch(run)
     try:
         watching.read()
-        if run is not None and not json and is_terminal(sys.stdout):
+        if run is not None and not json and is_terminal(sys.stdout) and environment.terminal_has_cursor():
             return _follow(watching)
         time.sleep(REFRESH_SECONDS)
         found = watching.read()

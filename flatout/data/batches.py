@@ -14,20 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
 
 from flatout import environment
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number
 from flatout.data.buckets import BucketOrder, Lengths, check_tokens, lengths_of
-from flatout.data.given_orders import BatchOrder, EpochOrder, length_of
-from flatout.data.order import epoch_order, share_of_rank, spans
+from flatout.data.checksums import checksum
+from flatout.data.given_orders import BatchOrder, EpochOrder, length_of, samplers_in
+from flatout.data.order import epoch_order, epoch_seed, share_of_rank, spans
 from flatout.data.prefetch import on_device
 from flatout.data.sources import Arrays, Collate, Source, Whole, source_of
-from flatout.data.workers import Key, Pacing, Workers
-from flatout.errors import UsageError
+from flatout.data.workers import Key, Pacing, Workers, start_method
+from flatout.errors import UsageError, describe_error
+from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
 from flatout.machine.detect import usable_cores
 from flatout.machine.ranks import ranks as ranks_of_run
 from flatout.plan import Plan
@@ -39,19 +43,27 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-class StreamState(TypedDict):
+class PlaceState(TypedDict):
     """Where a run is in its data."""
 
     epoch: int
     position: int
 
 
-class BatchesState(StreamState):
-    """The same with what the order depends on."""
+class StreamState(PlaceState):
+    """The same with what is needed to find the place again."""
+
+    seed: NotRequired[int]
+    checksum: NotRequired[int]
+
+
+class BatchesState(PlaceState):
+    """The same with what the order depends on, and within an epoch a checksum of the order so far."""
 
     seed: int
     samples: int
     buckets: NotRequired[dict[str, int | None]]
+    order: NotRequired[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +102,10 @@ class Batches:
         """The current epoch, and how many of its samples were handed out (by all ranks together)."""
         self.batch_size = handing_out.batch_size
         self._source, self._out, self._shuffle, self._order = source, handing_out, shuffle, order
+        self._current: tuple[tuple[int, int], Tensor] | None = None
+        """((seed, epoch), the order of that epoch), while it is iterated over."""
+        self._summed = (seed, 0), 0, 0
+        """(seed, epoch), a position, and the checksum of the indices before it."""
         self._workers: tuple[int, Workers] | None = None
         self._pacing = self._first_pacing()
         if self.samples < handing_out.least_samples:
@@ -100,9 +116,9 @@ class Batches:
             )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch; with `length`, in the current one, because their number varies a little."""
+        """Batches in a whole epoch; in the current one where their number varies: with `length` or a batch sampler."""
         if isinstance(self._order, BatchOrder):
-            return len(self._order)
+            return len(self._order.spans(self.seed, self.epoch, 0))
         if isinstance(self._order, BucketOrder):
             return len(self._order.spans(self.seed, self.epoch, 0, least=self._out.least_samples))
         whole, rest = divmod(self.samples, self._out.batch_size)
@@ -116,14 +132,18 @@ class Batches:
     def too_few_for_ranks(self) -> object | None:
         """The samples at the end of the current epoch that are no batch, because they are fewer than the ranks; whole.
 
-        None where there are none, and with `drop_last`, `length` or a sampler of batches. The epoch goes on unchanged.
+        None where there are none, and with `drop_last` or `length`. The epoch goes on unchanged.
         """
+        if isinstance(self._order, BatchOrder):
+            left_out = self._order.left_out(self.seed, self.epoch)
+            return None if left_out is None else self._source.batch(left_out, epoch_seed(self.seed, self.epoch))
         rest = self.samples % self._out.batch_size
         if self._order is not None and not isinstance(self._order, EpochOrder):
             return None
         if self._out.drop_last or not 0 < rest < self._out.ranks:
             return None
-        return self._source.batch(self._epoch_order()[self.samples - rest :], self.epoch)
+        order = self._order_of(self.seed, self.epoch)
+        return self._source.batch(order[self.samples - rest :], epoch_seed(self.seed, self.epoch))
 
     @property
     def workers(self) -> tuple[int, str]:
@@ -153,10 +173,14 @@ class Batches:
         }
         if isinstance(self._order, BucketOrder):
             state["buckets"] = self._order.rule
+        if self.position:
+            state["order"] = self._order_checksum(self.seed, self.epoch, self.position)
         return state
 
     def load_state_dict(self, state: BatchesState) -> None:
         """Resume where `state` was taken; batch size, workers and ranks may differ."""
+        if "samples" not in state:
+            raise other_kind("batches" if "batches" in state else "samples of a stream", "a data set")
         if state["samples"] != self.samples:
             raise UsageError(
                 f"the saved position is in a data set of {state['samples']} samples; this one has {self.samples}",
@@ -170,13 +194,21 @@ class Batches:
                 limit="the order within an epoch depends on the lengths and on how they are batched",
                 remedy="resume with the same tokens, batch_size and length, or at the end of an epoch",
             )
-        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+        seed, epoch, position = state["seed"], state["epoch"], state["position"]
+        if position and "order" in state and state["order"] != self._order_checksum(seed, epoch, position):
+            raise UsageError(
+                f"the saved position is in epoch {epoch} of samples that came in another order than here",
+                limit="an epoch goes on in the order in which it began",
+                remedy="resume with the same shuffle, sampler and length, or at the end of an epoch",
+            )
+        self.seed, self.epoch, self.position = seed, epoch, position
 
     def __iter__(self) -> Iterator[Any]:  # the type of a batch depends on the data
-        order = self._epoch_order()
+        order, seed = self._order_of(self.seed, self.epoch), epoch_seed(self.seed, self.epoch)
+        self._current = (self.seed, self.epoch), order
         while True:
             todo = list(self._spans())
-            made = self._made([(self.epoch, self._share(order, span)) for span in todo])
+            made = self._made([(seed, self._share(order, span)) for span in todo])
             ends = iter(todo)
             pin = self._out.plan.pin_memory is not False and not self._workers
             for batch in self._pacing.timed(on_device(made, self._out.device, pin=pin)):
@@ -184,7 +216,7 @@ class Batches:
                 yield batch
             if next(ends, None) is None:
                 break
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch, self.position, self._current = self.epoch + 1, 0, None
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         if isinstance(self._order, BatchOrder):
@@ -197,24 +229,38 @@ class Batches:
         start, stop = share_of_rank(*span, self._out.rank, self._out.ranks)
         return order[start:stop]
 
-    def _epoch_order(self) -> Tensor:
+    def _order_of(self, seed: int, epoch: int) -> Tensor:
         if self._order is not None:
-            return self._order(self.seed, self.epoch)
-        return epoch_order(self.samples, seed=self.seed, epoch=self.epoch, shuffle=self._shuffle)
+            return self._order(seed, epoch)
+        return epoch_order(self.samples, seed=seed, epoch=epoch, shuffle=self._shuffle)
+
+    def _order_checksum(self, seed: int, epoch: int, position: int) -> int:
+        """Of the indices before `position`, by which a resumed run notices another order. Continues the one before."""
+        key, begin, found = self._summed
+        if key != (seed, epoch) or begin > position:
+            begin, found = 0, 0
+        if begin < position:
+            current = self._current
+            order = current[1] if current is not None and current[0] == (seed, epoch) else self._order_of(seed, epoch)
+            found = zlib.crc32(order[begin:position].contiguous().numpy().data, found)
+            self._summed = (seed, epoch), position, found
+        return found
 
     def _first_pacing(self) -> Pacing:
-        pacing = Pacing(usable_cores())
+        pacing = Pacing(max(1, usable_cores() // (environment.local_world_size() or 1)))
         if self._source.in_memory:
             pacing.decided, pacing.reason = True, "the data is in memory: whole batches are indexed at once"
         elif self._out.plan.loader_workers is not None:
             pacing.decided, pacing.count, pacing.reason = True, self._out.plan.loader_workers, "the plan says so"
+        elif (method := start_method()) != "fork":
+            pacing.give_up(f"processes start by {method!r} here, which imports the script again")
         return pacing
 
     def _made(self, keys: Sequence[Key]) -> Iterator[object]:
         count = self._pacing.count
         if count == 0:
             self._workers = None
-            return (self._source.batch(indices, epoch) for epoch, indices in keys)
+            return self._made_here(keys)
         if self._workers is None or self._workers[0] != count:
             pin = self._out.device.type == "cuda" and self._out.plan.pin_memory is not False
             plan = self._out.plan
@@ -226,7 +272,30 @@ class Batches:
                 persistent=plan.persistent_workers is True,
             )
             self._workers = count, made
-        return self._workers[1].batches(keys)
+        workers = self._workers[1]
+        return workers.batches(keys) if self._out.plan.loader_workers is not None else self._tried(workers, keys)
+
+    def _made_here(self, keys: Sequence[Key]) -> Iterator[object]:
+        return (self._source.batch(indices, seed) for seed, indices in keys)
+
+    def _tried(self, workers: Workers, keys: Sequence[Key]) -> Iterator[object]:
+        """The batches of workers that nobody asked for: where they fail, this process makes the rest."""
+        made = 0
+        try:
+            for batch in workers.batches(keys):
+                made += 1
+                yield batch
+            return
+        except Exception as error:  # of any kind: what is wrong with the data set itself is raised again below
+            self._workers = None
+            self._pacing.give_up(f"the workers failed: {describe_error(error)}")
+        yield from self._made_here(keys[made:])
+
+
+def other_kind(counted: str, here: str) -> UsageError:
+    """For a position that was saved of data of another kind."""
+    remedy = "resume with the data of that run"
+    return UsageError(f"the saved position counts {counted}", limit=f"here the data is {here}", remedy=remedy)
 
 
 def _described(rule: dict[str, int | None] | None) -> str:
@@ -234,69 +303,150 @@ def _described(rule: dict[str, int | None] | None) -> str:
 
 
 class Stream:
-    """Batches of a data set that can only be read from its beginning. Resumes by reading up to the position."""
+    """Batches of a data set that can only be read from its beginning. Resumes by reading up to the position.
 
-    def __init__(self, data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate) -> None:
+    What the stream and the collate function draw from the global random generators depends on seed, epoch and position
+    alone, so that a resumed run draws the same numbers; those of the training are left alone.
+    """
+
+    def __init__(self, data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate, *, seed: int) -> None:
+        self.seed = seed
         self.epoch, self.position = 0, 0
         self.batch_size = handing_out.batch_size
         self.once = iter(data) is data
         """Is it an iterator, which can be read once?"""
         self._data, self._out, self._collate = data, handing_out, collate_fn
-        self._read = 0
-        """Samples of an iterator that were read in this process."""
-        self._ahead: deque[tuple[int, object]] = deque()
-        """(samples, batch) that were made of it and not handed out, as a loop over them was left."""
+        self._reading: _Reading | None = None
+        """Of an iterator: what was read of it in this process."""
+        self._last: tuple[int, int, int] | None = None
+        """(epoch, position, checksum of the sample before it)."""
 
     def state_dict(self) -> StreamState:
         """Where the next batch begins."""
-        return {"epoch": self.epoch, "position": self.position}
+        state: StreamState = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+        if self._last is not None and self._last[:2] == (self.epoch, self.position):
+            state["checksum"] = self._last[2]
+        return state
 
     def load_state_dict(self, state: StreamState) -> None:
         """Resume where `state` was taken. The stream has to yield the same samples again."""
-        self._ahead.clear()
-        self.epoch, self.position = state["epoch"], state["position"]
+        if "samples" in state or "batches" in state:
+            raise other_kind("samples of a data set" if "samples" in state else "batches", "a stream of samples")
+        if self._reading is not None:
+            self._reading.ahead.clear()
+        self.epoch, self.position, self.seed = state["epoch"], state["position"], state.get("seed", self.seed)
+        saved = state.get("checksum")
+        self._last = None if saved is None else (self.epoch, self.position, saved)
 
     def __iter__(self) -> Iterator[Any]:  # as for Batches
         set_epoch = getattr(self._data, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        ahead: deque[tuple[int, object]] = self._ahead if self.once else deque()
-        self._read = self._read if self.once else 0
-        made = itertools.chain([*ahead], self._groups(self._from_position()))
-        ahead.clear()
-        for batch in on_device(_noting(made, ahead), self._out.device, pin=self._out.plan.pin_memory is not False):
-            self.position += ahead.popleft()[0]
+        reading = self._reading or _Reading(self._data, epoch_seed(self.seed, self.epoch))
+        if self.once:
+            self._reading = reading
+        self._skip_to_position(reading)
+        made = self._made(reading)
+        for batch in on_device(made, self._out.device, pin=self._out.plan.pin_memory is not False):
+            one = reading.ahead.popleft()
+            self.position += one.samples
+            self._last = self.epoch, self.position, one.checksum
             yield batch
         if self.position == 0:
             raise no_batch("stream", self.epoch, once=self.once)
-        self.epoch, self.position, self._read = self.epoch + 1, 0, 0
+        self.epoch, self.position, self._reading = self.epoch + 1, 0, None
 
-    def _from_position(self) -> Iterator[object]:
-        samples = iter(self._data)
-        read = self._read - sum(size for size, _ in self._ahead)
+    def _skip_to_position(self, reading: _Reading) -> None:
+        read = reading.read - sum(one.samples for one in reading.ahead)
         if read > self.position:
             raise UsageError(
                 f"{read} samples of the iterator were read already",
                 limit=f"the saved position is after sample {self.position}, and an iterator cannot go back",
                 remedy="pass an object whose __iter__ starts over each time",
             )
-        passed = read + sum(1 for _ in itertools.islice(samples, self.position - read))
-        if passed < self.position:
+        if read == self.position:
+            return
+        last = reading.skip(self.position - read)
+        if reading.read < self.position:
             raise UsageError(
-                f"the stream ended after {passed} samples",
+                f"the stream ended after {reading.read} samples",
                 limit=f"the saved position is after sample {self.position}",
                 remedy="resume with the data of that run",
             )
-        self._read += self.position - read
-        return samples
+        saved = self._last
+        if saved is not None and saved[:2] == (self.epoch, self.position) and saved[2] != checksum(last):
+            warnings.warn(
+                f"the stream yielded another sample {self.position} than before; the run continues, but not bit for "
+                "bit as it would have",
+                stacklevel=3,
+            )
 
-    def _groups(self, samples: Iterator[object]) -> Iterator[tuple[int, object]]:
-        while group := list(itertools.islice(samples, self._out.batch_size)):
-            self._read += len(group)
-            if len(group) < self._out.least_samples:
+    def _made(self, reading: _Reading) -> Iterator[object]:
+        """The batches that were made and not handed out, as a loop over them was left, and those that follow."""
+        yield from [one.batch for one in reading.ahead]
+        out = self._out
+        while group := reading.take(out.batch_size):
+            if len(group) < out.least_samples:
                 return
-            start, stop = share_of_rank(0, len(group), self._out.rank, self._out.ranks)
-            yield len(group), self._collate(group[start:stop])
+            begin = reading.read - len(group)
+            start, stop = share_of_rank(0, len(group), out.rank, out.ranks)
+            found = checksum(group[-1])  # before the collate function, which may change its samples
+            with generators_kept():
+                seed_generators(epoch_seed(reading.seed, begin + start + 1))
+                batch = self._collate(group[start:stop])
+            reading.ahead.append(_Made(samples=len(group), checksum=found, batch=batch))
+            yield batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    samples: int
+    """Of all ranks together."""
+    checksum: int
+    """Of the last one."""
+    batch: object
+
+
+class _Reading:
+    """One pass over a stream, in states of the random generators that are its own."""
+
+    def __init__(self, data: Iterable[object], seed: int) -> None:
+        self.seed = seed
+        self.read = 0
+        """Samples so far."""
+        self.ahead: deque[_Made] = deque()
+        """Batches that were made of them and not handed out yet."""
+        self._data = data
+        self._samples: Iterator[object] | None = None
+        self._generators: Mapping[str, Any] | None = None
+
+    def take(self, count: int) -> list[object]:
+        """The next samples; fewer at the end."""
+        with self._drawing() as samples:
+            taken = list(itertools.islice(samples, count))
+        self.read += len(taken)
+        return taken
+
+    def skip(self, count: int) -> object:
+        """Returns the last one; None if the stream ends before `count`."""
+        last: object = None
+        with self._drawing() as samples:
+            for sample in itertools.islice(samples, count):
+                last = sample
+                self.read += 1
+        return last
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[Iterator[object]]:
+        with generators_kept():
+            if self._generators is None:
+                seed_generators(self.seed)
+            else:
+                set_generators(self._generators)
+            if self._samples is None:
+                self._samples = iter(self._data)
+            yield self._samples
+            self._generators = generator_states()
 
 
 @contextlib.contextmanager
@@ -323,12 +473,6 @@ def no_batch(what: str, epoch: int, *, once: bool) -> UsageError:
         limit="an iterator is exhausted after one epoch" if once else "an epoch has at least one batch",
         remedy="pass an object whose __iter__ starts over each time, or train for as long as the data lasts",
     )
-
-
-def _noting(made: Iterable[tuple[int, object]], ahead: deque[tuple[int, object]]) -> Iterator[object]:
-    for one in made:
-        ahead.append(one)
-        yield one[1]
 
 
 def batches(
@@ -361,7 +505,7 @@ def batches(
 
     If a data set's own code slows the steps down, it runs in worker processes: they have the data set as it is when
     an epoch begins, and changes that it makes to itself there are not seen here. `Plan(loader_workers=0)` keeps it in
-    this process. A loader's batch sampler makes the batches, unless batch_size is given.
+    this process, where a stream always is. A loader's batch sampler makes the batches, unless batch_size is given.
 
     Raises UsageError for data of any other kind, empty data, and arrays that differ in length.
     """
@@ -399,8 +543,8 @@ def batches(
         ranks=ranks,
     )
     if _is_stream(data):
-        return _stream(data, handing_out, collate_fn, shuffle=shuffle)
-    source = source_of(data, collate_fn, seed=seed)
+        return _stream(data, handing_out, collate_fn, shuffle=shuffle, seed=seed)
+    source = source_of(data, collate_fn)
     if isinstance(order, BucketOrder) and order.samples != len(source):
         limit, remedy = f"the data has {len(source)} samples", "give a length for each sample, in their order"
         raise UsageError(f"length has {order.samples} entries", limit=limit, remedy=remedy)
@@ -427,13 +571,13 @@ def _is_stream(data: object) -> TypeGuard[Iterable[object]]:
 
 
 def _stream(
-    data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate | None, *, shuffle: bool | None
+    data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate | None, *, shuffle: bool | None, seed: int
 ) -> Stream:
     from torch.utils.data import default_collate
 
     if shuffle:
         raise UsageError("shuffle is True for a stream", limit="a stream has one order", remedy="shuffle it inside")
-    return Stream(data, handing_out, collate_fn or default_collate)
+    return Stream(data, handing_out, collate_fn or default_collate, seed=seed)
 
 
 def _collate_of(loader: DataLoader[object]) -> Collate | None:
@@ -448,15 +592,25 @@ def _of_loader(
 ) -> tuple[int | None, bool | None, EpochOrder | BatchOrder | None]:
     """(batch size, shuffle, order of an epoch) of a DataLoader; the order is that of its sampler, if not torch's."""
     from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
-    from torch.utils.data.distributed import DistributedSampler
 
     if isinstance(loader.dataset, IterableDataset):
+        if loader.num_workers:
+            warnings.warn(
+                f"the loader's {loader.num_workers} workers are not used: a stream is read in this process, so that a "
+                "run resumes at the exact sample; let the stream itself read ahead where it is too slow",
+                stacklevel=3,
+            )
         return batch_size or loader.batch_size, shuffle, None
+    for one in samplers_in(loader.sampler if loader.batch_sampler is None else loader.batch_sampler):
+        if ranks > 1 and (getattr(one, "num_replicas", None) or 1) > 1:
+            limit = "each rank's share of the whole order is taken here"
+            what = f"the loader's sampler is a {type(one).__name__}"
+            raise UsageError(what, limit=limit, remedy="pass its data set")
     if loader.batch_size is None and batch_size is None:
         if loader.batch_sampler is None:
             limit = "batches are formed here, so that a run can resume within an epoch"
             raise UsageError("the loader makes no batches", limit=limit, remedy="pass batch_size=64")
-        order = BatchOrder(loader.batch_sampler, length_of(loader.dataset, "the loader's data set"))
+        order = BatchOrder(loader.batch_sampler, length_of(loader.dataset, "the loader's data set"), ranks)
         largest = max((stop - start for start, stop in order.spans(0, 0, 0)), default=0)
         return largest or None, False, order
     sampler = loader.sampler
@@ -469,9 +623,6 @@ def _of_loader(
                 limit="the order of single samples is not known from it",
                 remedy="leave batch_size out, or say shuffle=True or shuffle=False",
             )
-    if isinstance(sampler, DistributedSampler) and ranks > 1:
-        limit = "each rank's share of the whole order is taken here"
-        raise UsageError("the loader's sampler is a DistributedSampler", limit=limit, remedy="pass its data set")
     random = type(sampler) is RandomSampler and not sampler.replacement
     random = random and length_of(sampler, "the sampler") == length_of(loader.dataset, "the loader's data set")
     if shuffle is None and not random and type(sampler) is not SequentialSampler:

@@ -6,27 +6,26 @@ generators in the states that they had when the epoch began, and the last batch 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NotRequired, TypeGuard
 
-from flatout.data.batches import Batches, Stream, StreamState, batches, no_batch
-from flatout.data.nested import batch_length, tensors_in, to_device
+from flatout.data.batches import Batches, PlaceState, Stream, batches, no_batch, other_kind
+from flatout.data.checksums import checksum
+from flatout.data.nested import batch_length, to_device
 from flatout.data.sources import is_indexed
 from flatout.errors import UsageError
-from flatout.generators import generator_states, generators_kept, set_generators
+from flatout.generators import generator_states, generators_kept, set_generators, undrawn_on_failure
 from flatout.plan import Plan
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 _END = object()
 BATCH_SIZE = 64
 """For data that is not in batches yet."""
 
 
-class GivenBatchesState(StreamState):
+class GivenBatchesState(PlaceState):
     """The position, in batches, and what is needed to find it again."""
 
     batches: bool
@@ -63,11 +62,7 @@ class GivenBatches:
     def load_state_dict(self, state: GivenBatchesState) -> None:
         """Resume where `state` was taken."""
         if "batches" not in state:
-            raise UsageError(
-                "the saved position counts samples",
-                limit="here the data is an iterable of batches",
-                remedy="resume with the data of that run",
-            )
+            raise other_kind("samples", "an iterable of batches")
         self.epoch, self.position = state["epoch"], state["position"]
         self._began, self._last = state.get("generators"), state.get("checksum")
         self._before_last = state.get("generators_of_last")
@@ -75,23 +70,24 @@ class GivenBatches:
     def __iter__(self) -> Iterator[object]:
         if (set_epoch := getattr(self._data, "set_epoch", None)) is not None:
             set_epoch(self.epoch)
-        if self.position:
-            rest = self._from_position()
-        else:
-            self._began = generator_states()
-            rest = iter(self._data)
+        rest = self._from_position() if self.position else self._from_beginning()
         while True:  # nothing is read ahead: the random draws of a batch come between those of the steps
-            before = generator_states()
-            given = next(rest, _END)
-            if given is _END:
-                break
-            batch = to_device(given, self._device)
+            with undrawn_on_failure() as before:  # or where the wait is broken off: a resumed run draws again
+                given = next(rest, _END)
+                if given is _END:
+                    break
+                batch = to_device(given, self._device)
             self.position, self._last, self._before_last = self.position + 1, batch, before
             self.batch_size = _samples_of(batch)
             yield batch
         if self.position == 0:
             raise no_batch("data", self.epoch, once=self.once)
         self.epoch, self.position = self.epoch + 1, 0
+
+    def _from_beginning(self) -> Iterator[object]:
+        self._began = generator_states()
+        for batch in self._data:  # noqa: UP028 (`yield from` would close the iterator with this generator)
+            yield batch
 
     def _from_position(self) -> Iterator[object]:
         """What follows the batches that were handed out before, read with the random numbers of that time."""
@@ -106,12 +102,12 @@ class GivenBatches:
                     set_generators(self._before_last)
                 if (last := next(rest, _END)) is _END:
                     raise _other_data(f"ended after {passed} of the {self.position} batches that were trained on")
-        if _checksum(last) != expected:
+        if checksum(last) != expected:
             raise _other_data(f"yielded another batch {self.position} than before")
         return rest
 
     def _last_checksum(self) -> int:
-        return self._last if isinstance(self._last, int) else _checksum(self._last)
+        return self._last if isinstance(self._last, int) else checksum(self._last)
 
 
 def _other_data(what: str) -> UsageError:
@@ -120,31 +116,6 @@ def _other_data(what: str) -> UsageError:
         limit="a run resumes within an epoch only if the same batches come again",
         remedy="pass a data set to flatout.batches, give the iterable set_epoch(epoch), or draw from torch's generator",
     )
-
-
-def _checksum(batch: object) -> int:
-    """Of all tensors' bytes."""
-    import torch
-
-    found = 0
-    for path, tensor in tensors_in(batch):
-        stored: Tensor = getattr(tensor, "data", tensor)
-        found = zlib.crc32(f"{path} {tensor.dtype} {list(tensor.shape)}".encode(), found)
-        for part in _stored(stored.detach().cpu()):
-            found = zlib.crc32(part.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
-    return found
-
-
-def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a tensor holds: itself, or of a sparse one the places and values."""
-    import torch
-
-    if tensor.layout == torch.strided:
-        return (tensor,)
-    if tensor.layout != torch.sparse_coo:
-        tensor = tensor.to_sparse_coo()
-    whole = tensor.coalesce()
-    return whole.indices(), whole.values()
 
 
 def _samples_of(batch: object) -> int:
@@ -157,7 +128,8 @@ def _samples_of(batch: object) -> int:
 def batches_of(data: object, plan: Plan, device: torch.device) -> Batches | Stream | GivenBatches:
     """What `fit` trains on: the result of `flatout.batches` as it is, and anything else made into a source of batches.
 
-    Of a DataLoader its data, batch size, order (drawn from seed 0) and collate function are used. Columns (a tuple or
+    Of a DataLoader its data, batch size, order (drawn from seed 0) and collate function are used; one with neither
+    batch_size nor batch sampler yields batches of its own making, which are taken as they are. Columns (a tuple or
     dict of tensors or arrays) and data sets are cut into batches of 64 samples. An iterable of another kind,
     a list too, is one of batches. UsageError for anything else.
     """
@@ -166,9 +138,9 @@ def batches_of(data: object, plan: Plan, device: torch.device) -> Batches | Stre
     if isinstance(data, Batches | Stream | GivenBatches):
         return data
     plan = plan.part_for("batches")
-    if isinstance(data, DataLoader):
+    if isinstance(data, DataLoader) and (data.batch_size is not None or data.batch_sampler is not None):
         return batches(data, plan=plan, device=device)
-    if isinstance(data, list) or _is_iterable_of_batches(data):
+    if isinstance(data, list | DataLoader) or _is_iterable_of_batches(data):
         return GivenBatches(data, device)
     return batches(data, BATCH_SIZE, plan, device=device)
 

@@ -35,17 +35,16 @@ class EpochOrder:
 
 
 class BatchOrder:
-    """The batches that a batch sampler draws: lists of indices, of any lengths."""
+    """The batches that a batch sampler draws: lists of indices, of any lengths but not shorter than there are ranks.
 
-    def __init__(self, sampler: Iterable[Iterable[int]], samples: int) -> None:
-        self._sampler = sampler
+    The last one of an epoch may be shorter, and is left out then: some ranks would have no sample of it.
+    """
+
+    def __init__(self, sampler: Iterable[Iterable[int]], samples: int, ranks: int = 1) -> None:
+        self._sampler, self._ranks = sampler, ranks
         self.samples = samples
         self._epoch: tuple[int, int] | None = None
         self._batches: list[list[int]] = []
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return length_of(self._sampler, "the batch sampler")
 
     def __call__(self, seed: int, epoch: int) -> Tensor:
         """The indices of an epoch, one batch after the other."""
@@ -58,16 +57,29 @@ class BatchOrder:
         found, start = [], 0
         for batch in self._of(seed, epoch):
             stop = start + len(batch)
-            if stop > position:
+            if stop - max(start, position) >= self._ranks:
                 found.append((max(start, position), stop))
             start = stop
         return found
+
+    def left_out(self, seed: int, epoch: int) -> Tensor | None:
+        """The indices of the last batch, if it has fewer samples than there are ranks."""
+        import torch
+
+        last = (self._of(seed, epoch) or [[]])[-1]
+        return torch.as_tensor(last, dtype=torch.int64) if 0 < len(last) < self._ranks else None
 
     def _of(self, seed: int, epoch: int) -> list[list[int]]:
         if (seed, epoch) != self._epoch:
             self._epoch, self._batches = (seed, epoch), [list(one) for one in _drawn(self._sampler, seed, epoch)]
             if not all(self._batches):
                 raise UsageError("the batch sampler made an empty batch", limit="a batch has at least one sample")
+            if (least := min(map(len, self._batches[:-1]), default=self._ranks)) < self._ranks:
+                raise UsageError(
+                    f"the batch sampler made a batch of {least} for {self._ranks} ranks",
+                    limit="each rank has at least one sample of each batch but the last",
+                    remedy="make larger batches",
+                )
         return self._batches
 
 
@@ -85,13 +97,14 @@ def _drawn(sampler: Iterable[T], seed: int, epoch: int) -> list[T]:
         for generator in _generators_of(sampler):
             kept.callback(generator.set_state, generator.get_state())
             generator.manual_seed(epoch_seed(seed, epoch))
-        for one in _samplers_in(sampler):
+        for one in samplers_in(sampler):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
         return list(sampler)
 
 
-def _samplers_in(sampler: object) -> Iterator[object]:
+def samplers_in(sampler: object) -> Iterator[object]:
+    """A sampler, and those that it draws from."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
@@ -100,6 +113,6 @@ def _samplers_in(sampler: object) -> Iterator[object]:
 def _generators_of(sampler: object) -> Iterator[Generator]:
     import torch
 
-    for one in _samplers_in(sampler):
+    for one in samplers_in(sampler):
         if isinstance(generator := getattr(one, "generator", None), torch.Generator):
             yield generator

@@ -111,10 +111,10 @@ def leaves_in(
     nested: object, path: str, is_leaf: Callable[[object], bool], *, lists: bool = True
 ) -> Iterator[tuple[str, object]]:
     """The same for any kind of leaf; without `lists` nothing inside a list is one."""
-    if isinstance(nested, _ATOMS):
-        return
     if is_leaf(nested):
         yield path, nested
+    elif isinstance(nested, _ATOMS):
+        return
     elif isinstance(nested, Mapping):
         for key, value in nested.items():
             yield from leaves_in(value, f"{path}[{key!r}]", is_leaf, lists=lists)
@@ -208,13 +208,26 @@ def to_device(nested: T, device: torch.device | str | int, *, non_blocking: bool
     Copies from pinned memory to an accelerator do not block; copies to the host always do, because nothing would say
     when their values have arrived. Raises UsageError for a device that torch cannot use here.
     """
+    import torch
+
     target = as_device(device)
-    moved: T = map_leaves(
-        lambda leaf: leaf.to(target, non_blocking=non_blocking and target.type != "cpu"), nested, _moves_itself
-    )
-    return moved
+
+    def moved(leaf: Any) -> object:  # whatever moves itself
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(target, non_blocking=non_blocking and target.type != "cpu")
+        found = leaf.to(target)
+        return leaf if found is None else found  # some move in place
+
+    found: T = map_leaves(moved, nested, moves_itself)
+    return found
 
 
-def _moves_itself(value: object) -> bool:
-    """A tensor; or a PackedSequence, whose batch sizes stay on the CPU."""
-    return is_tensor(value) or (hasattr(value, "to") and hasattr(value, "batch_sizes"))
+def moves_itself(value: object) -> bool:
+    """A tensor; or an object with a `to` of its own, such as a PackedSequence, whose batch sizes stay on the CPU.
+
+    Mappings and dataclasses are moved part by part: the `to` of a tokenizer's BatchEncoding changes the original.
+    """
+    if is_tensor(value):
+        return True
+    in_parts = isinstance(value, Mapping | type) or dataclasses.is_dataclass(value)
+    return not in_parts and callable(getattr(value, "to", None))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
-from flatout.data.nested import map_tensors, tensors_in, to_device
+from flatout.data.nested import leaves_in, map_leaves, moves_itself, to_device
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,11 @@ T = TypeVar("T")
 
 
 def on_device(batches: Iterable[T], device: torch.device, *, pin: bool) -> Iterator[T]:
-    """`batches` on `device`. On CUDA one copy runs ahead, on its own stream; on the CPU nothing is copied."""
+    """`batches` on `device`. On CUDA one copy runs ahead, on its own stream; on the CPU nothing is copied.
+
+    Objects with a `to` of their own are copied when they are handed out: the allocator could not be told which memory
+    of theirs is in use on another stream.
+    """
     if device.type != "cuda":
         for batch in batches:
             yield to_device(batch, device)
@@ -25,14 +29,22 @@ def on_device(batches: Iterable[T], device: torch.device, *, pin: bool) -> Itera
     stream = torch.cuda.Stream(device)
     ahead: T | None = None
     for batch in batches:
-        pinned = map_tensors(_pinned, batch) if pin else batch
+        pinned = _map_plain(_pinned, batch) if pin else batch
         with torch.cuda.stream(stream):
-            copied = to_device(pinned, device)
+            copied = _map_plain(lambda tensor: tensor.to(device, non_blocking=True), pinned)
         if ahead is not None:
-            yield _handed_over(ahead, stream)
+            yield to_device(_handed_over(ahead, stream), device)
         ahead = copied
     if ahead is not None:
-        yield _handed_over(ahead, stream)
+        yield to_device(_handed_over(ahead, stream), device)
+
+
+def _map_plain(function: Callable[[Tensor], Tensor], batch: T) -> T:
+    """`function` on each of torch's own tensors in there."""
+    import torch
+
+    mapped: T = map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch, moves_itself)
+    return mapped
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -45,7 +57,7 @@ def _handed_over(batch: T, stream: torch.cuda.Stream) -> T:
 
     current = torch.cuda.current_stream(stream.device)  # the current device may be another one
     current.wait_stream(stream)
-    for _, tensor in tensors_in(batch):
-        if tensor.device.type == "cuda":
+    for _, tensor in leaves_in(batch, "batch", moves_itself):
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
             tensor.record_stream(current)
     return batch

@@ -8,6 +8,7 @@ streams                 iterable data sets: in their own order
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from flatout.data.fetch import WholeBatches, leaves, tensors_of
 from flatout.data.nested import is_numpy_array, leaves_in, map_leaves, map_tensors
 from flatout.data.order import epoch_seed
 from flatout.errors import UsageError
-from flatout.generators import generators_kept, seed_generators
+from flatout.generators import drawn_since, generators_kept, seed_generators, set_generators, undrawn_on_failure
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Tensor, epoch: int) -> object:
-        """The samples at `indices`, int64 [batch], as they are in `epoch`."""
+    def batch(self, indices: Tensor, seed: int) -> object:
+        """The samples at `indices`, int64 [batch]. `seed` is that of the epoch, for random draws inside samples."""
 
 
 class Arrays:
@@ -68,6 +69,7 @@ class Arrays:
     in_memory = True
 
     def __init__(self, nested: object) -> None:
+        _refuse_foreign_dtypes(nested)
         self._nested = map_arrays(_readable, nested)
         sizes = {path: len(array) for path, array in arrays_in(self._nested)}
         if len(set(sizes.values())) != 1:
@@ -84,7 +86,7 @@ class Arrays:
         """Keep the data on that device from now on."""
         self._nested = map_tensors(lambda tensor: tensor.to(device), self._nested)
 
-    def batch(self, indices: Tensor, epoch: int) -> object:
+    def batch(self, indices: Tensor, seed: int) -> object:
         return map_arrays(lambda array: _rows(array, indices), self._nested)
 
 
@@ -93,35 +95,50 @@ class Samples:
 
     in_memory = False
 
-    def __init__(self, dataset: Indexed, collate_fn: Collate, *, seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate_fn, seed
-        self._draws, self._checked_epoch = False, -1
-        """Did a sample draw random numbers? Checked again in each epoch; until it does, samples need no seeds."""
+    def __init__(self, dataset: Indexed, collate_fn: Collate) -> None:
+        from torch.utils.data import default_collate
+
+        self._dataset, self._collate = dataset, collate_fn
+        self._may_draw = type(dataset) is not list or collate_fn is not default_collate
+        """Does any code of the user's run here? The check costs as much as a batch of a list."""
+        self._draws = False
+        """Did a sample draw random numbers? Until one does, samples need no seeds. The check takes as long as some
+        samples: it is made in all batches of the first epoch, in which every sample comes up, and then in the first of
+        each."""
+        self._first_seed: int | None = None
+        self._checked_seed: int | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def batch(self, indices: Tensor, epoch: int) -> object:
+    def batch(self, indices: Tensor, seed: int) -> object:
         wanted: list[int] = indices.tolist()
-        if not self._draws and self._checked_epoch == epoch:
+        if not self._may_draw or (not self._draws and self._is_checked(seed)):
             return self._plain(wanted)
         if not self._draws:
-            with generators_kept() as changed:
+            with undrawn_on_failure() as before:
                 made = self._plain(wanted)
-                self._draws, self._checked_epoch = changed(), epoch
-            if not self._draws:
-                return made  # else augmentation begins here: this batch too is made from (seed, epoch, index)
-        return self._seeded(wanted, epoch)
+            if not drawn_since(before):
+                return made
+            set_generators(before)  # augmentation begins here: this batch too is made from (seed, epoch, index)
+            self._draws = True
+        return self._seeded(wanted, seed)
+
+    def _is_checked(self, seed: int) -> bool:
+        if self._first_seed is None:
+            self._first_seed = seed
+        known, self._checked_seed = seed == self._checked_seed, seed
+        return known and seed != self._first_seed
 
     def _plain(self, wanted: list[int]) -> object:
         many = getattr(self._dataset, "__getitems__", None)
         return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
 
-    def _seeded(self, wanted: list[int], epoch: int) -> object:
+    def _seeded(self, wanted: list[int], seed: int) -> object:
         with generators_kept():
             samples = []
             for i in wanted:
-                seed_generators(epoch_seed(epoch_seed(self._seed, epoch), i + 1))
+                seed_generators(epoch_seed(seed, i + 1))
                 samples.append(self._dataset[i])
             return self._collate(samples)
 
@@ -142,19 +159,23 @@ class Whole:
 
     def to(self, device: torch.device) -> None:
         """Keep a copy of the data on that device from now on."""
+        import torch
         from torch.utils.data import TensorDataset
 
-        from flatout.data.indices import Indices
-
-        everything = leaves(self._whole.batch(self._dataset, Indices(range(len(self)))))
+        everything = leaves(self.batch(torch.arange(len(self)), 0))
         self._dataset = TensorDataset(*(tensor.to(device) for tensor in everything))
 
-    def batch(self, indices: Tensor, epoch: int) -> object:
+    def batch(self, indices: Tensor, seed: int) -> object:
+        from torch.utils.data import default_collate
+
         from flatout.data.indices import Indices
 
         if (tensors := tensors_of(self._dataset)) is not None:
-            return [tensor.index_select(0, indices.to(tensor.device)) for tensor in tensors]
-        return self._whole.batch(self._dataset, Indices(indices.tolist()))
+            return [_rows(tensor, indices) for tensor in tensors]
+        wanted: list[int] = indices.tolist()
+        with contextlib.suppress(*self._whole.not_possible):
+            return self._whole.batch(self._dataset, Indices(wanted))
+        return default_collate([self._dataset[i] for i in wanted])  # a Subset by numpy's integers, for example
 
 
 def _is_in_tensors(dataset: object) -> bool:
@@ -166,23 +187,23 @@ def _is_in_tensors(dataset: object) -> bool:
     return tensors is not None and not any(tensor.requires_grad for tensor in tensors)
 
 
-def source_of(data: object, collate_fn: Collate | None, *, seed: int) -> Source:
+def source_of(data: object, collate_fn: Collate | None) -> Source:
     """The source for data of any kind but streams. UsageError for data that cannot be indexed, or is empty."""
     from torch.utils.data import default_collate
 
-    found = _source_of(data, collate_fn or default_collate, seed)
+    found = _source_of(data, collate_fn or default_collate)
     if len(found) == 0:
         raise UsageError("the data set is empty", limit="an epoch needs at least one sample")
     return found
 
 
-def _source_of(data: object, collate_fn: Collate, seed: int) -> Source:
+def _source_of(data: object, collate_fn: Collate) -> Source:
     from torch.utils.data import default_collate
 
     _refuse_tables(data)
     if not _makes_samples(data) and any(True for _ in arrays_in(data)):
         if collate_fn is not default_collate:
-            return Samples(_rows_to_collate(data), collate_fn, seed=seed)
+            return Samples(_rows_to_collate(data), collate_fn)
         _refuse_lists(data)
         return Arrays(data)
     if type(data) is tuple and data and all(isinstance(one, list) for one in data):
@@ -198,7 +219,7 @@ def _source_of(data: object, collate_fn: Collate, seed: int) -> Source:
         )
     if collate_fn is default_collate and _is_in_tensors(data):
         return Whole(data)
-    return Samples(data, collate_fn, seed=seed)
+    return Samples(data, collate_fn)
 
 
 def _makes_samples(data: object) -> bool:
@@ -246,6 +267,23 @@ def _refuse_lists(data: object) -> None:
             )
 
 
+def _refuse_foreign_dtypes(data: object) -> None:
+    """Those of numpy that torch lacks. Arrays of objects are handed out as they are."""
+    import torch
+
+    for path, array in arrays_in(data):
+        if isinstance(array, torch.Tensor) or array.dtype.hasobject:
+            continue
+        try:
+            torch.from_numpy(array[:0].copy())
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{path} is an array of dtype {array.dtype}",
+                limit="torch has numbers and booleans, in the byte order of this machine",
+                remedy=f"convert it: {path}.astype('float32'), or {path}.astype(object) to get it as it is",
+            ) from error
+
+
 def map_arrays(function: Callable[[Array], Array], nested: T) -> T:
     """`function` on each tensor or numpy array in nested dicts, tuples and dataclasses. A list holds samples."""
     mapped: T = map_leaves(function, nested, _is_array, lists=False)
@@ -274,6 +312,8 @@ def _readable(array: Array) -> Array:
     numpy = sys.modules["numpy"]
     if isinstance(array, numpy.memmap) or not array.flags.writeable or array.dtype.hasobject:
         return array
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = array.copy()  # torch has no such strides
     return torch.from_numpy(array)
 
 
@@ -281,6 +321,9 @@ def _rows(array: Array, indices: Tensor) -> Array:
     import torch
 
     if isinstance(array, torch.Tensor):
-        return array.index_select(0, indices if array.device.type == "cpu" else indices.to(array.device))
+        places = indices if array.device.type == "cpu" else indices.to(array.device)
+        if array.dtype in (torch.uint16, torch.uint32, torch.uint64):  # for which torch lacks the faster way
+            return array[places]
+        return array.index_select(0, places)
     rows: NDArray[generic] = array[indices.numpy()]
     return rows if rows.dtype.hasobject else torch.from_numpy(rows)

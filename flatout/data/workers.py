@@ -8,13 +8,18 @@ then as many as keep up with them, and none again if the loop got no faster.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from flatout.data.nested import tensors_in
 from flatout.data.sources import Source
 from flatout.statistics import median
+from flatout.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Key: TypeAlias = "tuple[int, Tensor]"
-"""(epoch, indices): what a worker needs to make a batch."""
+"""(the epoch's seed, indices): what a worker needs to make a batch."""
 
 PROBED_BATCHES = 8
 WAIT_SHARE_WORTH_WORKERS = 0.1
@@ -31,6 +36,8 @@ SECONDS_WORTH_WORKERS = 2e-3
 LEAST_GAIN = 1.05
 LEAST_PREFETCHED, MOST_PREFETCHED = 2, 8
 """Batches that a worker holds ready; each takes its memory."""
+SHARED_MEMORY = Path("/dev/shm")
+"""Workers leave their batches there on Linux; full, it kills them."""
 
 
 class _Dataset:
@@ -91,6 +98,19 @@ def _leave_interrupts_to_the_main_process(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def start_method() -> str:
+    """How a process is started here where nothing else was said. Asking does not settle it."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def _workers_that_fit(batch: object, cores: int) -> int:
+    """How many workers have room for the batches that they hold ready."""
+    size = sum(tensor.nbytes for _, tensor in tensors_in(batch) if hasattr(tensor, "nbytes"))
+    if not size or not SHARED_MEMORY.is_dir():
+        return cores
+    return shutil.disk_usage(SHARED_MEMORY).free // ((MOST_PREFETCHED + 1) * size)
+
+
 class Pacing:
     """How long the loop waits for a batch and how long it takes to use it, and what follows for the workers."""
 
@@ -122,10 +142,14 @@ class Pacing:
                 continue
             self._made.append(middle - start)
             self._used.append(time.perf_counter() - middle)
-            if len(self._made) >= PROBED_BATCHES + 1 and self._decide():
+            if len(self._made) >= PROBED_BATCHES + 1 and self._decide(batch):
                 return
 
-    def _decide(self) -> bool:
+    def give_up(self, reason: str) -> None:
+        """No workers from now on."""
+        self.decided, self.count, self.reason = True, 0, reason
+
+    def _decide(self, batch: object) -> bool:
         """True if the number of workers changes now. The first batch is not typical."""
         made, used, slowest = median(self._made[1:]), median(self._used[1:]), max(self._made[1:])
         self._made, self._used = [], []
@@ -135,7 +159,12 @@ class Pacing:
             self.decided = True
             self.reason = f"a batch takes {made * 1e3:.2f} ms to make and {used * 1e3:.2f} ms to use"
             return False
-        self.count = max(1, min(self.cores - 1, math.ceil(made / max(used, 1e-6))))
+        most = min(self.cores - 1, _workers_that_fit(batch, self.cores))
+        if most < 1:
+            free = format_bytes(shutil.disk_usage(SHARED_MEMORY).free)
+            self.give_up(f"{SHARED_MEMORY} has {free} free: too little for the batches of a worker")
+            return False
+        self.count = max(1, min(most, math.ceil(made / max(used, 1e-6))))
         self._without = made + used
         between = max(used, made / self.count)  # seconds between two batches that leave the workers
         ready = math.ceil(slowest / between / self.count) + 1

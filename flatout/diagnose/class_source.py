@@ -64,8 +64,13 @@ class ClassSource:
         )
 
     def moves(self, attribute: str) -> bool:
-        """Does a method move it, as in `self.mask.to(x.device)`?"""
-        return any(isinstance(around, ast.Attribute) and around.attr in MOVES for around in self.read(attribute))
+        """Does a method move it, or a part of it, as in `self.mask[:n].to(x.device)`?"""
+        uses = {node for method, node, _ in self._uses(attribute) if method.name != "__init__"}
+        return any(
+            isinstance(node, ast.Attribute) and node.attr in MOVES and not uses.isdisjoint(_chain(node.value))
+            for method in self._methods()
+            for node in ast.walk(method)
+        )
 
     def _methods(self) -> Iterator[ast.FunctionDef]:
         yield from (one for one in self.tree.body if isinstance(one, ast.FunctionDef))
@@ -107,6 +112,14 @@ def class_source(kind: type, folder: str) -> ClassSource | None:
 
 def _is_name(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def _chain(node: ast.expr) -> Iterator[ast.expr]:
+    """What it is taken from: of `self.mask[:n].bool()` that itself, `self.mask[:n].bool`, `self.mask[:n]`..."""
+    yield node
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+        yield node
 
 
 def _attribute_name(node: ast.expr) -> str:

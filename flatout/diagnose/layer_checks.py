@@ -57,7 +57,7 @@ def channels_last_missing(facts: Facts) -> Seen | None:
 
 @check(
     means="cuDNN searches its algorithms anew for each of many input shapes.",
-    needs="on a GPU, cudnn.benchmark is on and inputs of the model had at least 4 shapes in the window",
+    needs="on a GPU, cudnn.benchmark is on and the inputs of one model had at least 4 shapes at one line in the window",
     if_wrong="the algorithms chosen by rule may be slower than those found by search",
 )
 def cudnn_benchmark_changing_shapes(facts: Facts) -> Seen | None:
@@ -79,14 +79,17 @@ def cudnn_benchmark_changing_shapes(facts: Facts) -> Seen | None:
 
 @check(
     means="Scores over a large vocabulary are held in memory several times.",
-    needs="a softmax over at least 8,192 values whose scores take 64 MiB or more in two copies, or 10 % of a step",
+    needs="a log_softmax, as in cross_entropy, over at least 8,192 values whose scores take 64 MiB or more in two "
+    "copies, or 10 % of a step; a plain softmax over as many is that of attention",
     if_wrong="the chunked loss saves memory, and rarely time",
 )
 def huge_softmax(facts: Facts) -> Seen | None:
     if facts.profile is None:
         return None
     rows = [
-        one for one in facts.profile.operators if one.operator_class == "softmax" and _last_size(one.shapes) >= WIDE
+        one
+        for one in facts.profile.operators
+        if one.operator_class == "softmax" and "log_softmax" in one.name and _last_size(one.shapes) >= WIDE
     ]
     if not rows:
         return None

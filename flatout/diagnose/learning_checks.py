@@ -17,6 +17,8 @@ LEAST_STEPS = 5
 VANISHED, LEAST_LAYERS = 1e-6, 4
 MOST_TARGETS, TARGETS_SHARE = 4, 0.5
 """Calls in a row, and of the steps those with a call, of a network that makes targets."""
+REWARDED = ("reward", "advantage")
+"""Names in a script whose loss is weighted with what a policy has earned."""
 FIRST_LAYERS = 3
 """So many from the input on, and no others, show a fall too, in whatever order their sizes are."""
 EXPLODED = 1e4
@@ -29,9 +31,9 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
     means="The loss does not fall, because nothing is learned, or something else than was meant.",
     needs="in the steps that were watched: no weight changed at all; or every gradient was exactly 0; or the loss was "
     "exactly the same in 8 steps in a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test "
-    "at 1 in 1,000, to twice their level, and no network is called for targets in every second step or more; or "
-    "predictions and targets are broadcast against each other to more elements "
-    "than either has, such as [80, 1] and [80]",
+    "at 1 in 1,000, to twice their level, no network is called for targets in every second step or more, and nothing "
+    "in the source is named a reward or an advantage; or predictions and targets are broadcast against each other to "
+    "more elements than either has, such as [80, 1] and [80]",
     if_wrong="a run is stopped that would have learned later",
 )
 def loss_not_falling(facts: Facts) -> Seen | None:
@@ -40,7 +42,8 @@ def loss_not_falling(facts: Facts) -> Seen | None:
         return None
     if seen.broadcast_losses:
         return _broadcast(seen.broadcast_losses)
-    why = _why_not_falling(seen.losses, moves=seen.weights_move, moving_targets=_has_moving_targets(seen)) or _dead(
+    may_rise = _has_moving_targets(seen) or _is_rewarded(facts)
+    why = _why_not_falling(seen.losses, moves=seen.weights_move, may_rise=may_rise) or _dead(
         seen.gradients, seen.losses
     )
     if not why:
@@ -122,7 +125,13 @@ def _has_moving_targets(seen: Behaviour) -> bool:
     )
 
 
-def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None, moving_targets: bool) -> str:
+def _is_rewarded(facts: Facts) -> bool:
+    """Does the script train a policy? The loss of a policy gradient has a gradient to follow, but no level to reach: it
+    rises with the rewards."""
+    return facts.source is not None and any(map(facts.source.mentions, REWARDED))
+
+
+def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None, may_rise: bool) -> str:
     finite = [loss for loss in losses if loss is not None]
     wrong = len(losses) - len(finite)
     if wrong >= LEAST_NONFINITE and losses[-1] is None:
@@ -131,7 +140,7 @@ def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None, movi
         return f"no weight changed in {len(losses)} steps: the learning rate is 0, or updates are below the rounding"
     if len(losses) >= LEAST_SAME and len(set(losses)) == 1 and losses[0] != 0.0:
         return f"the loss was exactly {losses[0]:.6g} in all {len(losses)} steps"
-    if len(finite) >= LEAST_LOSSES and not moving_targets:
+    if len(finite) >= LEAST_LOSSES and not may_rise:
         third = len(finite) // 3
         first, last = statistics.median(finite[:third]), statistics.median(finite[-third:])
         if trend(finite) > 3.3 and first > 0 and last > 2 * first:

@@ -53,8 +53,8 @@ def accumulation_without_no_sync(facts: Facts) -> Seen | None:
         exchanged = one.synchronised_per_step
         if exchanged is None or passes < ACCUMULATING or exchanged < ACCUMULATING or seen.steps < LEAST_STEPS:
             continue
-        if len(seen.backwards) > 1:
-            continue  # several losses, each with its own pass
+        if len(seen.backwards) > 1 or any(back.callers > 1 for back in seen.backwards):
+            continue  # several losses, each with its own pass, or with its own call of a function that makes it
         spent = facts.part_seconds("communication")
         cost = spent * (exchanged - 1) / exchanged if spent else None
         return Seen(
@@ -72,16 +72,19 @@ def accumulation_without_no_sync(facts: Facts) -> Seen | None:
 
 @check(
     means="DistributedDataParallel searches the graph for unused parameters in every step, and there are none.",
-    needs="find_unused_parameters=True, and every parameter got a gradient",
+    needs="find_unused_parameters=True, and every parameter got a gradient in each step that was watched; zero_grad "
+    "does not fill gradients with zeros, which would hide a missing one",
     if_wrong="a step in which a parameter is not used ends with an error",
 )
 def needless_find_unused_parameters(facts: Facts) -> Seen | None:
     seen = facts.behaviour
+    if seen is None or seen.steps < LEAST_STEPS or seen.zero_grad_fills:
+        return None
     for one in _wrappers(facts, "DistributedDataParallel"):
-        if one.find_unused and not one.unused_parameters and seen is not None and seen.steps >= LEAST_STEPS:
+        if one.find_unused and not one.unused_parameters:
             return Seen(
                 title="find_unused_parameters=True finds none",
-                evidence=f"every parameter has a gradient after {seen.steps} steps",
+                evidence=f"every parameter had a gradient after each of {seen.steps} steps",
                 remedy="leave it out: the graph is then not searched in each step",
                 certain=False,
                 lines=where(

@@ -22,7 +22,8 @@ LEAST_DENORMAL_COST = 0.05
 @check(
     means="Products run in full fp32 where this machine is much faster in a shorter format.",
     needs="fp32 products take at least half of a step, by their operations at the fp32 ceiling, and the measured "
-    "ceilings say that bf16 or TF32 would save 20 % of it",
+    "ceilings say that bf16 or TF32 would save 20 % of it; where it is TF32, convolutions do not count, which use it "
+    "by default",
     if_wrong="results differ by rounding: `flatout tune` compares losses and gradients before it keeps the change",
 )
 def fp32_matmul(facts: Facts) -> Seen | None:
@@ -36,7 +37,8 @@ def fp32_matmul(facts: Facts) -> Seen | None:
     fast = "tf32" if facts.on_gpu and "tf32" in peaks else "bf16"
     if "fp32" not in peaks or fast not in peaks or fast not in (*machine.fast_dtypes, *machine.cpu.fast_dtypes):
         return None
-    rows = [one for one in profile.operators if one.operator_class in PRODUCTS and one.dtype == "float32"]
+    products = PRODUCTS if fast == "bf16" else ("matmul",)
+    rows = [one for one in profile.operators if one.operator_class in products and one.dtype == "float32"]
     # Small products take longer than their operations: what they wait for takes as long in another format.
     peak = peaks["fp32"].value
     seconds = sum(one.seconds if one.flops is None else min(one.seconds, one.flops / peak) for one in rows)

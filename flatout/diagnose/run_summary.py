@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -35,6 +36,7 @@ class RunSummary:
     """The script's exit code; None if it is not known how it ended."""
     wall_seconds: float
     cpu_seconds: float
+    """Of the script's own process, like the peak."""
     peak_resident_bytes: int
     record: RunRecord
     observed: Observed | None
@@ -54,6 +56,8 @@ class RunSummary:
     tokens_per_step: float | None = None
     samples_reasons: Mapping[str, str] = field(default_factory=dict)
     """Why what of these is None is unknown."""
+    children_cpu_seconds: float = 0.0
+    """Of processes that it started, and that have ended."""
     began: float | None = None
     """When the script was started, on the clock of time.perf_counter()."""
     processes: tuple[ProcessRecord, ...] = ()
@@ -75,14 +79,15 @@ def summarise(
     notes: Sequence[str],
     machine: Machine | None,
     began: float,
+    times_before: os.times_result,
     others: Others | None = None,
 ) -> RunSummary:
     """What is known now, while the script runs or when it has ended.
 
-    notes: what was said of the plan before the script started. machine: None: detected now. others: processes that
-    trained beside this one.
+    notes: what was said of the plan before the script started. machine: None: detected now. times_before: os.times()
+    when it began. others: processes that trained beside this one.
     """
-    record, watch, applied = runner.record, runner.watch, runner.applied
+    record, watch, applied, times = runner.record, runner.watch, runner.applied, os.times()
     wall, machine = time.perf_counter() - began, machine or detect()
     observed = None
     if record.steps:
@@ -116,7 +121,8 @@ def summarise(
         status=status,
         wall_seconds=wall,
         began=began,
-        cpu_seconds=time.process_time(),
+        cpu_seconds=times.user + times.system - times_before.user - times_before.system,
+        children_cpu_seconds=_of_children(times) - _of_children(times_before),
         peak_resident_bytes=peak_resident_bytes(),
         record=record,
         observed=observed,
@@ -134,6 +140,10 @@ def summarise(
         death=_death(runner),
         processes=processes,
     )
+
+
+def _of_children(times: os.times_result) -> float:
+    return times.children_user + times.children_system
 
 
 def _processes(runner: Runner, others: Others, *, started_at: float) -> tuple[ProcessRecord, ...]:

@@ -61,7 +61,8 @@ def plotting_time(facts: Facts) -> Seen | None:
 
 @check(
     means="Printing and logging take a part of the run.",
-    needs="at least 5 % of the time that was watched, by samples of the stack (lower end of their 95 % interval)",
+    needs="at least 5 % of the time that was watched, by samples of the stack (lower end of their 95 % interval), "
+    "without the time for which a line that reads a value from the GPU waits for it",
     if_wrong="fewer log lines",
 )
 def logging_time(facts: Facts) -> Seen | None:

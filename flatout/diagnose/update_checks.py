@@ -82,9 +82,9 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
 
 @check(
     means="The learning rate scheduler steps before the optimizer: the first rate of the schedule is skipped.",
-    needs="in at least 3 steps it came between backward and the optimizer's step; or it stands before the "
-    "optimizer's step in the same loop, or before the loop with them in the loop over epochs, and was called there; or "
-    "torch has warned that it came first, and no gradient scaler left that step out",
+    needs="in at least 3 steps it came between backward and the step of its optimizer, which was given no closure; or "
+    "it stands before its optimizer's step in the same loop, or before the loop with them in the loop over epochs, and "
+    "was called there; or torch has warned that it came first, and no gradient scaler left that step out",
     if_wrong="the schedule begins one step later",
 )
 def scheduler_order(facts: Facts) -> Seen | None:
@@ -143,7 +143,7 @@ def _first_in_epoch(facts: Facts) -> Seen | None:
 @check(
     means="A learning rate scheduler never steps: the rate stays what it is at the beginning.",
     needs="the scheduler's optimizer stepped in the window, the scheduler has not stepped since it was made, and no "
-    "file of the script steps it or gives it to anything",
+    "file of the script steps it, gives it to anything, or keeps it in an object whose class is a library's in part",
     if_wrong="the learning rate changes as the schedule says",
 )
 def scheduler_never_steps(facts: Facts) -> Seen | None:
@@ -168,8 +168,9 @@ def scheduler_never_steps(facts: Facts) -> Seen | None:
 @check(
     means="Gradients of several micro-batches are summed where their mean was meant: the step is that many times as "
     "long.",
-    needs="two or more backward passes a step from one line, each from a loss that is a mean and is not divided; "
-    "the source divides neither a loss nor a gradient; and it steps the optimizer only in some turns of the loop",
+    needs="two or more backward passes a step from one line, which is reached from one place alone, each from a loss "
+    "that is a mean and is not divided; the source divides neither a loss nor a gradient; and it steps the optimizer "
+    "only in some turns of the loop",
     if_wrong="the learning rate has to be multiplied by the number of micro-batches",
 )
 def accumulation_not_averaged(facts: Facts) -> Seen | None:
@@ -177,7 +178,7 @@ def accumulation_not_averaged(facts: Facts) -> Seen | None:
     if seen is None or source is None or len(seen.backwards) != 1 or source.loss_divided:
         return None
     one = seen.backwards[0]
-    if one.per_step < LEAST_BACKWARDS or one.scaled or one.reduction != "mean":
+    if one.per_step < LEAST_BACKWARDS or one.callers > 1 or one.scaled or one.reduction != "mean":
         return None
     steps = [call for call in source.calling("step") if "opt" in call.owner.lower() or "scaler" in call.owner.lower()]
     if not any(call.guarded for call in steps) and not source.mentions("accum"):

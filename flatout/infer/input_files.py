@@ -3,7 +3,8 @@
     .npy                    one input per row: [inputs, tokens], or images [inputs, channels, height, width]
     .npz, .safetensors      one array as above; several with one row per input (keyword arguments of the model);
                             or ragged: a flat array [all tokens] and `lengths` [inputs] beside it
-    .jsonl                  one input per line: [3, 14, 15], "a text", {"text": "..."} or {"input_ids": [...], ...}
+    .jsonl                  one input per line: [3, 14, 15], "a text", {"text": "..."}, {"prompt": "..."} or
+                            {"input_ids": [...], ...}
     .txt                    one text per line
 
 Texts need a tokenizer. A line that cannot be read yields a UsageError in its place.
@@ -21,10 +22,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, describe_error
 
 Encode = Callable[[str], object]
-SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".txt")
+ARRAYS = (".npy", ".npz", ".safetensors")
+SUFFIXES = (*ARRAYS, ".jsonl", ".txt")
 LENGTHS = "lengths"
 
 
@@ -56,20 +58,23 @@ def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
         remedy = "save tokens as .npy, ragged ones as .jsonl or .npz with lengths"
         raise UsageError(f"the inputs are {path.name}", limit=f"they end in {', '.join(SUFFIXES)}", remedy=remedy)
     try:
-        if path.suffix in (".jsonl", ".txt"):
+        if path.suffix not in ARRAYS:
             return _lines(path, encode)
-        if path.suffix == ".npy":
-            return _of_arrays({"": np.load(path, mmap_mode="r")}, path)
-        if path.suffix == ".npz":
-            with np.load(path) as file:
-                return _of_arrays({name: file[name] for name in file.files}, path)
-        from safetensors.torch import load_file
+        arrays = _arrays(path)
+    except Exception as error:  # on a damaged file the readers of numpy and safetensors raise of many kinds
+        raise UsageError(f"cannot read {path}: {describe_error(error)}", remedy="name a file of inputs") from error
+    return _of_arrays(arrays, path)
 
-        return _of_arrays(load_file(path), path)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"cannot read {path}: {error}", remedy="name a file of inputs") from error
+
+def _arrays(path: Path) -> Mapping[str, Array]:
+    if path.suffix == ".npy":
+        return {"": np.lib.format.open_memmap(path, mode="r")}
+    if path.suffix == ".npz":
+        with open(path, "rb") as file, np.load(file) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    from safetensors.torch import load_file
+
+    return load_file(path)
 
 
 def _of_arrays(arrays: Mapping[str, Array], path: Path) -> InputFile:
@@ -93,10 +98,14 @@ def _of_arrays(arrays: Mapping[str, Array], path: Path) -> InputFile:
 
 
 def _ragged(arrays: Mapping[str, Array], lengths: NDArray[np.int64], path: Path) -> InputFile:
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+        what = f"{path}: {LENGTHS} is {lengths.dtype} {list(lengths.shape)}"
+        raise UsageError(what, limit="it holds a whole number for each input, none of them negative")
     total = int(lengths.sum())
     for name, array in arrays.items():
-        if len(array) != total:
-            raise UsageError(f"{path}: {name} holds {len(array)} tokens", limit=f"{LENGTHS} add up to {total}")
+        held = len(array) if array.ndim else 0
+        if held != total:
+            raise UsageError(f"{path}: {name} holds {held} tokens", limit=f"{LENGTHS} add up to {total}")
     ends = np.cumsum(lengths, dtype=np.int64)
 
     def begin(start: int) -> Iterator[object]:
@@ -138,8 +147,10 @@ def _json_line(line: str, encode: Encode | None) -> object:
         raise UsageError(f"the line is not JSON: {error}") from error
     if isinstance(value, str):
         return _text(value, encode)
-    if isinstance(value, dict) and isinstance(value.get("text"), str):
-        return _text(value["text"], encode)
+    if isinstance(value, dict):
+        for name in ("text", "prompt"):
+            if isinstance(value.get(name), str):
+                return _text(value[name], encode)
     return value
 
 

@@ -31,7 +31,7 @@ def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator
     attributes = [(module, dict(vars(module))) for module in modules]
     contents = [(value, value.copy()) for _, known in attributes for value in known.values() if _is_container(value)]
     own = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in own.values()]
+    buffers = [(buffer, _version(buffer), buffer.detach().clone()) for buffer in own.values()]
 
     def restore() -> None:
         for module, known in attributes:
@@ -39,9 +39,9 @@ def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator
             vars(module).update(known)
         for container, content in contents:
             _refill(container, content)
-        with torch.no_grad():
-            for buffer, version, values in buffers:
-                if buffer._version != version:
+        for buffer, version, values in buffers:
+            if version is None or buffer._version != version:
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(values)
 
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
@@ -50,6 +50,11 @@ def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator
             yield restore
         finally:
             restore()
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was written to; None for a tensor made in inference mode, whose writes are not counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def weight_sizes(model: nn.Module) -> tuple[int, int]:

@@ -60,6 +60,16 @@ def _is_hugging_face(tokenizer: object) -> TypeGuard[_HuggingFaceTokenizer]:
     return hasattr(tokenizer, "clean_up_tokenization_spaces")
 
 
+def encode_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """text -> ids, also for a tokenizer of the tokenizers library, which encodes to an object that holds them."""
+
+    def encode(text: str) -> list[int]:
+        found = tokenizer.encode(text)
+        return list(found.ids if hasattr(found, "ids") else found)
+
+    return encode
+
+
 def decode_of(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
     """ids -> text, where the text of a prefix is a prefix of the text: spaces are not cleaned up."""
     if _is_hugging_face(tokenizer):

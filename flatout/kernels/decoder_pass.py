@@ -66,7 +66,7 @@ def run_pass(
     slots, positions, logits_of: int64. Rows of one slot stand together, in the order of their positions. Nothing is
     checked here: a slot or position outside of the cache writes into foreign memory.
     """
-    logits = torch.empty(len(logits_of), decoder.vocabulary)
+    logits = torch.empty(len(logits_of), decoder.vocabulary, dtype=torch.float32, device="cpu")
     numbers = (x.shape[0], len(logits_of), threads)
     this = _PassStruct(*numbers, *(pointer(one) for one in (x, slots, positions, logits_of, logits)))
     library_or_error().flatout_decoder_pass(ctypes.byref(decoder), ctypes.byref(this))

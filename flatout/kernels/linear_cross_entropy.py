@@ -61,8 +61,9 @@ def linear_cross_entropy(
     bias. On an NVIDIA GPU, in half precision, a chunk has some classes of all rows instead, and the backward pass
     computes gradients, from scores computed again. Where a CPU with matrix units (AMX) computes scores in bf16, none
     are held; copies of hidden and sums of its gradient are, for each thread, and stay for the next call. The result is
-    torch's but for the order of summation. Under autocast the products are in its dtype, the rest is in fp32. It cannot
-    be differentiated twice.
+    torch's but for the order of summation. Under autocast the products are in its dtype, the rest is in fp32; on a CPU
+    gradients of fp16 are computed in fp32, with an fp32 copy of the weight, so that a loss scale comes in time for
+    them. It cannot be differentiated twice.
 
         loss = flatout.linear_cross_entropy(hidden, model.head.weight, targets, model.head.bias)
 
@@ -185,18 +186,21 @@ class _Terms:
             self.weight = weight.to(hidden.dtype)
         self.smoothing = smoothing
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        self.fine = self.exact if hidden.dtype == torch.float16 else hidden.dtype
+        """Of products for gradients: in fp16 those of a mean would vanish before a loss scale multiplies them."""
         self.valid = targets != ignored
         self.targets = torch.where(self.valid, targets, 0)
         self.losses = torch.zeros(len(hidden), dtype=self.exact, device=hidden.device)
-        self.one_launch = _in_one_launch(hidden)
+        self.one_launch = _in_one_launch(hidden) and self.fine == hidden.dtype
 
     def run(
         self, chunk_bytes: int, scale: Tensor, *, hidden: bool, weight: bool, bias: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.on_matrix_units:
             return self._run_on_matrix_units(scale, [hidden, weight, bias])
-        of_hidden = torch.empty_like(self.hidden) if hidden else None
+        of_hidden = torch.empty_like(self.hidden, dtype=self.fine) if hidden else None
         classes, width = self.weight.shape
+        weights = self.weight.to(self.fine) if hidden else self.weight
         of_weight = torch.zeros(self.rows, width, dtype=self.exact, device=self.weight.device) if weight else None
         of_bias = torch.zeros(self.rows, dtype=self.exact, device=self.weight.device) if bias else None
         gradient = hidden or weight or bias
@@ -206,11 +210,11 @@ class _Terms:
                 continue
             if of_bias is not None:
                 of_bias[:classes] += by_score.sum(0, dtype=self.exact)
-            by_score = by_score.to(self.hidden.dtype)
+            by_score = by_score.to(self.fine)
             if of_hidden is not None:
-                torch.mm(by_score, self.weight, out=of_hidden[part])
+                torch.mm(by_score, weights, out=of_hidden[part])
             if of_weight is not None:
-                product(of_weight[:classes], by_score.T, self.hidden[part], add=True)
+                product(of_weight[:classes], by_score.T, self.hidden[part].to(self.fine), add=True)
         return of_hidden, of_weight, of_bias
 
     def _run_on_matrix_units(

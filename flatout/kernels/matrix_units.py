@@ -82,7 +82,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None
     """
     left, right = (one if readable(one) else one.contiguous() for one in (left, right))
     bias = None if bias is None else bias.float().contiguous()  # it may be expanded, or a column
-    out = torch.empty(left.shape[0], right.shape[1], dtype=dtype)
+    out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device="cpu")
     if not left.shape[1]:
         return out.zero_() if bias is None else out.copy_(bias)
     if out.numel():
@@ -102,7 +102,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None
 def sums_of_columns(matrix: Tensor) -> Tensor:
     """fp32 or bf16 [rows, columns] -> fp32 [columns], summed up in fp32."""
     matrix = matrix if readable(matrix) and matrix.stride(1) == 1 else matrix.contiguous()
-    out = torch.empty(matrix.shape[1], dtype=torch.float32)
+    out = torch.empty(matrix.shape[1], dtype=torch.float32, device="cpu")
     side, threads = left_side(matrix), ctypes.c_int64(torch.get_num_threads())
     library_or_error("linear").flatout_add_rows(ctypes.byref(side), ctypes.c_void_p(pointer(out)), threads)
     return out

@@ -108,11 +108,12 @@ def pack(weights: Sequence[Tensor], bias: Tensor | None, form: int) -> Panels:
     assert all(one.shape[1] == columns for one in sources), "one under the other"
     assert form != INT4 or columns % _GROUPS[INT4] == 0, "a whole number of groups"
     filled_rows, filled = -(-rows // PANEL_ROWS) * PANEL_ROWS, -(-columns // _GROUPS[form]) * _GROUPS[form]
-    data = torch.empty(filled_rows * filled * _BITS[form] // 8, dtype=torch.uint8)
+    data = torch.empty(filled_rows * filled * _BITS[form] // 8, dtype=torch.uint8, device="cpu")
     scales = None
     if form in (INT8, INT4):
         groups = 1 if form == INT8 else filled // _GROUPS[INT4]
-        scales = torch.empty(filled_rows, groups, dtype=torch.float32 if form == INT8 else torch.bfloat16)
+        dtype = torch.float32 if form == INT8 else torch.bfloat16
+        scales = torch.empty(filled_rows, groups, dtype=dtype, device="cpu")
     parts = (_PartStruct * len(sources))(*(_part(one) for one in sources))
     numbers = (len(sources), rows, columns, form, filled)
     packing = _PackingStruct(ctypes.addressof(parts), *numbers, pointer(data), pointer(scales))
@@ -147,7 +148,7 @@ def product(panels: Panels, x: Tensor, threads: int | None = None) -> Tensor:
     """
     library = library_or_error()
     x = x.detach().float().contiguous()
-    y = torch.empty(x.shape[0], panels.rows)
+    y = torch.empty(x.shape[0], panels.rows, dtype=torch.float32, device="cpu")
     arguments = (x.shape[0], panels.inputs, ctypes.c_void_p(y.data_ptr()), threads or torch.get_num_threads())
     rows, inputs, out, count = arguments
     library.flatout_product(

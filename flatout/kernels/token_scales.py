@@ -29,8 +29,8 @@ def to_levels(rows: Tensor) -> tuple[Tensor, Tensor]:
     if library is None:
         return _to_levels_by_torch(rows)
     rows = rows.contiguous()
-    levels = torch.empty(rows.shape, dtype=torch.uint8)
-    scales = torch.empty(rows.shape[0], dtype=torch.float32)
+    levels = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(rows.shape[0], dtype=torch.float32, device="cpu")
     call = getattr(library, f"to_levels_{_NAMES[rows.dtype]}")
     call(_at(rows), _whole(rows.shape[0]), _whole(rows.shape[1]), _at(levels), _at(scales), _threads())
     return levels, scales

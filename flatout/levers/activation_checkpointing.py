@@ -9,8 +9,11 @@ It saves memory, not time, so `flatout tune` tries it only with `--fit`.
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias
 
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
@@ -21,8 +24,11 @@ from flatout.machine.description import Machine
 from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
     from torch.utils.checkpoint import CheckpointPolicy
+
+Context: TypeAlias = AbstractContextManager[object]
 
 
 class ActivationCheckpointing(Lever):
@@ -63,20 +69,26 @@ def _checkpoint_blocks(module: Module, selective: bool, count: int | None) -> Un
         return None
     before: list[Call | None] = [getattr(block, COMPILED_CALL) for block in blocks]
     for block, compiled in zip(blocks, before, strict=True):
-        set_call(block, _checkpointed(compiled or plain_call(block), selective))
+        set_call(block, _checkpointed(block, compiled or plain_call(block), selective))
+    changed = [(weakref.ref(block), compiled) for block, compiled in zip(blocks, before, strict=True)]
 
-    def undo(module: Module) -> None:
-        for block, compiled in zip(repeated_blocks(module)[:count], before, strict=True):
-            set_call(block, compiled)
+    def undo(module: Module) -> None:  # by what was changed: the model may have other blocks by now
+        for reference, compiled in changed:
+            if (block := reference()) is not None:
+                set_call(block, compiled)
 
     return undo
 
 
-def _checkpointed(call: Call, selective: bool) -> Call:
+def _checkpointed(block: Module, call: Call, selective: bool) -> Call:
     from torch.utils.checkpoint import checkpoint
 
+    from flatout.torch_private.modules import NormWithStatistics
+
     run: Call = checkpoint
-    context: dict[str, object] = {"context_fn": _keep_products} if selective else {}
+    plain: dict[str, object] = {"context_fn": _keep_products} if selective else {}
+    norms = [one for one in block.modules() if isinstance(one, NormWithStatistics) and one.track_running_stats]
+    eager = {"context_fn": functools.partial(_with_statistics_kept, norms, selective)} if norms else plain
 
     @functools.wraps(call)
     def recomputed(*args: object, **kwargs: object) -> object:
@@ -84,13 +96,46 @@ def _checkpointed(call: Call, selective: bool) -> Call:
 
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        context = plain if torch.compiler.is_compiling() else eager  # a compiled graph updates statistics once
         return run(call, *args, use_reentrant=False, **context, **kwargs)
 
     return recomputed
 
 
-def _keep_products() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """(context of the forward pass, context of its recomputation)"""
+def _with_statistics_kept(norms: Sequence[Module], selective: bool) -> tuple[Context, Context]:
+    forward, recomputation = _keep_products() if selective else (nullcontext(), nullcontext())
+    return forward, _StatisticsKept(norms, recomputation)
+
+
+class _StatisticsKept:
+    """A recomputation that updates copies of the running statistics: a batch counts once in them.
+
+    It may be entered again, for a second backward pass.
+    """
+
+    def __init__(self, norms: Sequence[Module], recomputation: Context) -> None:
+        self._norms, self._recomputation = norms, recomputation
+        self._before: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._before = [dict(norm._buffers) for norm in self._norms]
+        for norm, buffers in zip(self._norms, self._before, strict=True):
+            norm._buffers.update({name: None if one is None else one.clone() for name, one in buffers.items()})
+        self._recomputation.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        try:
+            return self._recomputation.__exit__(kind, error, trace)
+        finally:
+            for norm, buffers in zip(self._norms, self._before, strict=True):
+                norm._buffers.update(buffers)
+            self._before = []
+
+
+def _keep_products() -> tuple[Context, Context]:
+    """(of the forward pass, of its recomputation)"""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     kept = _products()

@@ -7,6 +7,7 @@ one step by step, dropout included.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -122,9 +123,12 @@ def _compile(subject: Subject, module: Module, mode: str) -> Undo[Module] | None
         )
         set_training_call(subject, target, getattr(target, COMPILED_CALL), plain_call(target))
 
-    def undo(module: Module) -> None:
-        for target in repeated_blocks(module) if mode == "regional" else [module]:
-            set_call(target, None)
+    changed = [weakref.ref(target) for target in targets]
+
+    def undo(module: Module) -> None:  # of what was compiled: the model may have other blocks by now
+        for reference in changed:
+            if (target := reference()) is not None:
+                set_call(target, None)
 
     return undo
 

@@ -27,7 +27,12 @@ from flatout.errors import ScriptError, UsageError
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 from flatout.levers.score_moves import MOVING, Arguments, DoesMore, Keywords, Operation, log_softmax, shape_alone
 from flatout.memory.fake_run import is_fake
-from flatout.torch_private.dispatch import tree_leaves, tree_map_only, without_subclass_torch_function
+from flatout.torch_private.dispatch import (
+    keeps_graph,
+    tree_leaves,
+    tree_map_only,
+    without_subclass_torch_function,
+)
 from flatout.torch_private.tensors import grad_slot, is_view, storage_identity, unsafe_view, wrapper_without_memory
 
 if TYPE_CHECKING:
@@ -350,7 +355,8 @@ class _How(TypedDict):
 
 
 class _TwiceContext(_Context, Protocol):
-    saved_tensors: tuple[LazyScores, Tensor, Tensor, Tensor, Tensor | None]
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    scores: LazyScores | None
     how: _How
 
 
@@ -372,13 +378,18 @@ class _Twice(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        context.save_for_backward(scores, targets, rows, weight, bias)
-        context.how = how
+        context.save_for_backward(targets, rows, weight, bias)
+        # Not saved with them: a hook of saved tensors (activation offload, `save_on_cpu`) would get them computed.
+        context.scores, context.how = scores, how
         return loss.clone()
 
     @staticmethod
     def backward(context: _TwiceContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        scores, targets, rows, weight, bias = context.saved_tensors
+        targets, rows, weight, bias = context.saved_tensors  # raises in a second pass, if the first freed them
+        scores = context.scores
+        assert scores is not None
+        if not keeps_graph():
+            context.scores = None
         layer = (rows, weight, bias)
         twice = torch.is_grad_enabled()
         if scores.place.source.by_scores:

@@ -5,8 +5,9 @@ written as fp32 within one compiled kernel per parameter, so the update itself i
 elements, or not of whole blocks, are still stepped by the user's own optimizer. The numbers differ from Adam's, as a
 code has 256 values. In one point torchao's codes are changed: a second moment is never zero.
 
-The state stays in the user's optimizer, so schedules, checkpoints and other code that reads it continue to work;
-`close` converts it back to the parameters' dtype.
+The state stays in the user's optimizer, so schedules, checkpoints and other code that reads it continue to work. Its
+`state_dict` holds plain moments: what is saved can be loaded with or without codes. `close` converts the state back to
+the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flatout.torch_private.compiler import compile_errors, not_counted
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+    from torch.optim.optimizer import Args, Kwargs
     from torchao.optim.subclass_8bit import OptimState8bit
 
 LEAST_ELEMENTS = 4096
@@ -84,6 +86,7 @@ class LowBitOptimizer:
         large = [one for one in parameters_of(optimizer) if _is_large(one)]
         self._large = {id(one) for one in large}
         self._codes = _optimizer_class(_decoupled(optimizer))(large)
+        self._hook = optimizer.register_state_dict_post_hook(lambda optimizer, state: without_codes(state))
         self._adopt()
 
     @property
@@ -96,27 +99,25 @@ class LowBitOptimizer:
 
     def step(self) -> None:
         """Step all parameters that have a gradient, with the groups' current hyperparameters."""
-        self.step_large()
-        self._step_small(self._optimizer.param_groups)
+        hook = self._optimizer.register_step_pre_hook(self.step_large)  # the last: others see the step before it
+        try:
+            self._optimizer.step()  # even if there are no small ones: schedulers and hooks depend on it
+        finally:
+            hook.remove()
 
-    def step_large(self) -> None:
-        """Step only the parameters whose moments are in codes."""
+    def step_large(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """A hook before the optimizer's step: steps those whose moments are in codes, and leaves it the others."""
         self._adopt()
         self._codes.state = self._optimizer.state
         self._codes.param_groups = [self._large_group(group) for group in self._optimizer.param_groups]
         self._codes.step()
-
-    def small_groups(self) -> list[dict[str, object]]:
-        """The groups with only the other parameters."""
-        return [
-            {**group, "params": [one for one in group["params"] if id(one) not in self._large]}
-            for group in self._optimizer.param_groups
-        ]
+        return (self._with_small_alone(), *args[1:]), kwargs  # the first is the optimizer itself
 
     def close(self) -> None:
         """Give the user's optimizer its state back in its own format."""
         import torch
 
+        self._hook.remove()
         flags = {id(one): group for group in self._optimizer.param_groups for one in group["params"]}
         with torch.no_grad():
             for parameter in self._held():
@@ -128,16 +129,17 @@ class LowBitOptimizer:
                 if group.get("fused") or group.get("capturable"):  # torch keeps those counters on the device
                     state["step"] = state["step"].to(parameter.device)
 
-    def _step_small(self, groups: list[dict[str, object]]) -> None:
-        """Called even if there are none: schedulers and hooks depend on the optimizer's own step."""
-        alone = self.small_groups()
-        self._optimizer.param_groups = alone
-        try:
-            self._optimizer.step()
-        finally:
-            self._optimizer.param_groups = groups
-        for group, stepped in zip(groups, alone, strict=True):
-            group.update({name: value for name, value in stepped.items() if name != "params"})
+    def _with_small_alone(self) -> Optimizer:
+        """A shallow copy of the optimizer over the others: a step that raises leaves the optimizer itself unchanged."""
+        other: Optimizer = object.__new__(type(self._optimizer))
+        vars(other).update(
+            vars(self._optimizer),
+            param_groups=[
+                {**group, "params": [one for one in group["params"] if id(one) not in self._large]}
+                for group in self._optimizer.param_groups
+            ],
+        )
+        return other
 
     def _large_group(self, group: Mapping[str, Any]) -> dict[str, object]:  # one of param_groups
         import torch

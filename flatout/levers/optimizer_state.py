@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
-from flatout.levers.low_bit import LowBitOptimizer, import_torchao, low_bit_obstacle, without_codes
+from flatout.levers.low_bit import LowBitOptimizer, import_torchao, low_bit_obstacle
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
@@ -85,8 +85,7 @@ class _LargeFirst:
             self.close()
         if self._low_bit is None:
             return None
-        self._low_bit.step_large()
-        return (_copy_over(optimizer, self._low_bit.small_groups()), *args[1:]), kwargs
+        return self._low_bit.step_large(optimizer, args, kwargs)
 
     def close(self) -> None:
         """Give the state back to the optimizer."""
@@ -106,24 +105,13 @@ class _LargeFirst:
 
 def _hold_in_codes(optimizer: Optimizer, report: Callable[[str], None]) -> Undo[Optimizer]:
     hook = _LargeFirst(optimizer, report)
-    handles = (
-        optimizer.register_step_pre_hook(hook),
-        optimizer.register_state_dict_post_hook(lambda optimizer, state: without_codes(state)),
-    )
+    handle = optimizer.register_step_pre_hook(hook)
     alive = weakref.ref(hook)  # it belongs to the optimizer, and may be freed with it
 
     def undo(optimizer: Optimizer) -> None:
         held = alive()
-        for handle in handles:
-            handle.remove()
+        handle.remove()
         if held is not None:
             held.close()
 
     return undo
-
-
-def _copy_over(optimizer: Optimizer, groups: list[dict[str, object]]) -> Optimizer:
-    """A shallow copy of the optimizer over these groups: a step that raises leaves the optimizer unchanged."""
-    other: Optimizer = object.__new__(type(optimizer))
-    vars(other).update(vars(optimizer), param_groups=groups)
-    return other

@@ -6,7 +6,6 @@ Imported when the lever is on, after the script has imported torch.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,15 +16,10 @@ from torch.optim import Optimizer
 from flatout.errors import ScriptError
 from flatout.levers.call_site import FoundSite, after_backward
 from flatout.levers.consumed_gradients import REMEDY, ConsumedGradients
-from flatout.levers.in_backward import UpdatesInBackward
+from flatout.levers.in_backward import UpdatesInBackward, hook_obstacle, optimizer_obstacle
 from flatout.levers.subject import Roots, Subject
 from flatout.parameters import parameters_of
 from flatout.signals import held_back
-from flatout.torch_private.attributes import STEP_IS_SCHEDULED
-
-_NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-BY_PARAMETER = tuple(getattr(torch.optim, name) for name in (*_NAMES, "Adafactor"))
-"""Optimizers whose update of a parameter depends only on the parameter, its gradient, its state and its group."""
 
 
 class UpdatingPasses:
@@ -74,14 +68,14 @@ class _GuardedUpdates(UpdatesInBackward):
         self._all = parameters_of(optimizer)
         super().__init__(optimizer)
 
-    def update(self, group: dict[str, object], parameter: Tensor) -> None:
+    def update(self, parameter: Tensor) -> None:
         if parameter in self._consumed:
             _already_updated(parameter)
         for listener in self._subject.before_update:
             listener(self._all, parameter, self._ahead)
         self._subject.updating = True
         try:
-            super().update(group, parameter)
+            super().update(parameter)
         finally:
             self._subject.updating = False
         self._consumed.add(parameter)
@@ -100,7 +94,7 @@ def pass_obstacle(optimizers: Sequence[Optimizer], subject: Subject) -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "gradients are averaged over ranks only after they were computed"
     for optimizer in optimizers:
-        found = _optimizer_obstacle(optimizer)
+        found = optimizer_obstacle(optimizer)
         if found:
             return found
     others = [one for one in subject.optimizers if all(one is not mine for mine in optimizers)]
@@ -108,45 +102,7 @@ def pass_obstacle(optimizers: Sequence[Optimizer], subject: Subject) -> str:
     held = [id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)]
     if theirs.intersection(held) or len(set(held)) < len(held):
         return "two optimizers share parameters"
-    for module in subject.modules:
-        for part in module.modules():
-            if part._backward_hooks or part._backward_pre_hooks:
-                return f"{type(part).__name__} has a backward hook"
-    return ""
-
-
-def _optimizer_obstacle(optimizer: Optimizer) -> str:
-    kind = type(optimizer)
-    if kind not in BY_PARAMETER:
-        return f"{kind.__name__} is not known to update each parameter independently"
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, STEP_IS_SCHEDULED):
-        return "the optimizer's step was replaced"
-    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-        return "the optimizer is differentiable or capturable"
-    if _foreign_hooks(optimizer):
-        return "there are hooks around the optimizer's step"
-    parameters = list(_parameters_of(optimizer))
-    if any(type(one) is not torch.nn.Parameter or one.layout is not torch.strided for one in parameters):
-        return "its parameters are not plain torch.nn.Parameter"
-    if any(one._post_accumulate_grad_hooks for one in parameters):
-        return "there are post-accumulate-grad hooks"
-    if _overlap(parameters):
-        return "parameters share memory"
-    return ""
-
-
-def _foreign_hooks(optimizer: Optimizer) -> bool:
-    from flatout.torch_private.modules import OPTIMIZER_POST_HOOKS, OPTIMIZER_PRE_HOOKS, step_hooks_of
-
-    hooks = (*step_hooks_of(optimizer), *OPTIMIZER_PRE_HOOKS.values(), *OPTIMIZER_POST_HOOKS.values())
-    return any(not (getattr(one, "__module__", None) or "").startswith("flatout.") for one in hooks)
-
-
-def _overlap(parameters: Sequence[Tensor]) -> bool:
-    """Would the update of one parameter change another's values?"""
-    ranges = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in parameters if one.nbytes)
-    return any(after < end for (_, end), (after, _) in itertools.pairwise(ranges))
+    return hook_obstacle(subject.modules)
 
 
 def _parameters_of(owner: object) -> Iterator[Tensor]:

@@ -6,6 +6,8 @@ From pinned host memory a GPU copies by itself; pageable memory goes through a s
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flatout.machine.ceilings import Peak
 from flatout.machine.probe import peak_of, timed
 from flatout.units import format_bytes
@@ -14,13 +16,27 @@ MIB = 1024**2
 _CPU_ARRAY_BYTES = 512 * MIB
 _CUDA_ARRAY_BYTES = 2048 * MIB
 _TRANSFER_BYTES = 256 * MIB
+_TIMES_L3 = 4
+"""Of all level-3 caches together, of which some servers have more than a gigabyte."""
 NO_GPU = "no GPU that torch can use"
 
 
 def array_bytes(device: str, available_bytes: int | None) -> int:
     """Large enough to defeat caches, small enough to fit into what is free."""
-    wanted = _CUDA_ARRAY_BYTES if device == "cuda" else _CPU_ARRAY_BYTES
+    wanted = _CUDA_ARRAY_BYTES if device == "cuda" else max(_CPU_ARRAY_BYTES, _TIMES_L3 * l3_bytes())
     return wanted if available_bytes is None else max(16 * MIB, min(wanted, available_bytes // 8))
+
+
+def l3_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Of the level-3 caches of this machine together; 0 where the system does not show them."""
+    sizes = {}
+    for folder in cpus.glob("cpu[0-9]*/cache/index3"):
+        try:
+            size = (folder / "size").read_text().strip()  # '32768K'
+            sizes[(folder / "shared_cpu_list").read_text()] = int(size.removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    return sum(sizes.values())
 
 
 def memory_peak(device: str, size_bytes: int, seconds: float, *, copy: bool) -> Peak:

@@ -96,10 +96,13 @@ class Machine:
         return self.devices
 
     def gpu(self, device: str) -> Gpu | None:
-        """The one that torch calls 'cuda' or 'cuda:1'; None for the CPU, or where the GPUs were not detected."""
+        """The one that torch calls 'cuda' or 'cuda:1', which numbers those that it sees; None for the CPU, or where the
+        GPUs were not detected."""
         kind, _, number = device.partition(":")
-        index = int(number or 0) if kind == "cuda" else None
-        return next((gpu for gpu in self.devices if gpu.index == index), None)
+        if kind != "cuda":
+            return None
+        place = int(number or 0)
+        return self.devices[place] if place < len(self.devices) else None
 
     @property
     def device_kind(self) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from flatout import __version__, environment
 from flatout.machine.cgroup import Cgroup, read_cgroup
 from flatout.machine.description import Cpu, Machine, Versions, fingerprint_of
 from flatout.machine.kept_ceilings import load_ceilings
-from flatout.machine.nvidia import Driver, read_driver, visible
+from flatout.machine.nvidia import NAMES_MIG, Driver, names_mig, read_driver, visible
 from flatout.units import format_bytes
 
 # CPU flags that matter for matrix products. x86 and ARM names do not clash but for 'bf16' and 'i8mm', which are ARM's.
@@ -54,9 +54,12 @@ def detect() -> Machine:
     cgroup, driver = read_cgroup(), read_driver()
     cpu = _cpu(cgroup)
     total, available, limited_by = _memory(cgroup)
-    seen = visible(driver.gpus, environment.visible_cuda_devices())
+    setting = environment.visible_cuda_devices()
+    seen = visible(driver.gpus, setting)
     hidden = tuple(gpu.name for gpu in driver.gpus if gpu not in seen)
-    reason = "CUDA_VISIBLE_DEVICES hides them all" if hidden and not seen else driver.reason
+    reason = driver.reason
+    if hidden and not seen:
+        reason = f"CUDA_VISIBLE_DEVICES {NAMES_MIG if names_mig(setting) else 'hides them all'}"
     machine = Machine(
         fingerprint=fingerprint_of(cpu, total, seen),
         cpu=cpu,
@@ -77,10 +80,9 @@ def _cpu(cgroup: Cgroup) -> Cpu:
     available, limited_by = available_cores(logical, _allowed_cores(logical), cgroup.quota_cores)
     flags = set(info.get("flags", info.get("Features", "")).split())
     features = tuple(feature for feature in _FEATURES if feature in flags)
-    ids = [info.get(key, "?") for key in ("vendor_id", "cpu family", "model", "stepping")]
     return Cpu(
         name=info.get("model name") or platform.processor() or platform.machine() or "unknown processor",
-        model_id="-".join(ids),
+        model_id=model_id(info),
         physical_cores=psutil.cpu_count(logical=False),
         logical_cores=logical,
         available_cores=available,
@@ -94,6 +96,14 @@ def parse_cpuinfo(text: str) -> dict[str, str]:
     """The first processor's block of /proc/cpuinfo."""
     pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
+
+
+def model_id(info: Mapping[str, str]) -> str:
+    """Vendor, family, model and stepping; on ARM, whose blocks have no such lines, what stands for these there."""
+    keys = ("vendor_id", "cpu family", "model", "stepping")
+    if "CPU implementer" in info:
+        keys = ("CPU implementer", "CPU part", "CPU variant", "CPU revision")
+    return "-".join(info.get(key, "?") for key in keys)
 
 
 def cpu_fast_dtypes(features: Iterable[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ True
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,6 +91,18 @@ def device_index(device: torch.device) -> int:
     import torch
 
     return torch.cuda.current_device()
+
+
+def wait_for_gpus() -> None:
+    """Until the work of every GPU is done that this process uses. Starts CUDA on none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    from flatout.torch_private.tensors import has_cuda_context
+
+    for index in range(torch.cuda.device_count()):
+        if has_cuda_context(index):
+            torch.cuda.synchronize(index)
 
 
 class CpuDevice:

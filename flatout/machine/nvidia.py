@@ -29,6 +29,8 @@ _CORES_PER_MULTIPROCESSOR = {
     (12, 0): 128,
 }
 
+NAMES_MIG = "names a MIG instance, of which Flatout knows nothing"
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -148,8 +150,14 @@ class _Numbered(Protocol):
 G = TypeVar("G", bound=_Numbered)
 
 
+def names_mig(setting: str | None) -> bool:
+    """Does CUDA_VISIBLE_DEVICES name an instance of a GPU that is partitioned, rather than GPUs?"""
+    return any(entry.strip().startswith("MIG-") for entry in (setting or "").split(","))
+
+
 def visible(gpus: tuple[G, ...], setting: str | None) -> tuple[G, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, in its order. CUDA stops at the first entry that it does not know.
+    """Those that CUDA_VISIBLE_DEVICES leaves, in its order. CUDA stops at the first entry that it does not know. MIG
+    instances are none of these.
 
     Numbers are taken in the driver's order; CUDA's own default (fastest first) differs only on unlike GPUs.
     """

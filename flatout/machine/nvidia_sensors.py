@@ -65,14 +65,21 @@ class NvidiaSensors:
         try:
             pynvml.nvmlInit()
             self._open = True
-            for index in range(pynvml.nvmlDeviceGetCount()):
-                self._handles.append((index, pynvml.nvmlDeviceGetHandleByIndex(index)))
+            count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError_LibraryNotFound:
             self.reason = "no NVIDIA driver is installed"
+            return
         except pynvml.NVMLError as error:
             self.reason = f"the NVIDIA driver does not answer: {error}"
-        if not self._handles and self.reason is None:
-            self.reason = "the NVIDIA driver lists no GPU"
+            return
+        lost = ""
+        for index in range(count):
+            try:
+                self._handles.append((index, pynvml.nvmlDeviceGetHandleByIndex(index)))
+            except pynvml.NVMLError as error:  # one that is lost; the others can be read
+                lost = f" that answers: {error}"
+        if not self._handles:
+            self.reason = f"the NVIDIA driver lists no GPU{lost}"
 
     def read(self, *, processes: bool = False) -> tuple[GpuReading, ...]:
         return tuple(_read(index, handle, processes) for index, handle in self._handles)

@@ -19,9 +19,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal, get_args
 
+from flatout import environment
 from flatout.decoding import decode
 from flatout.errors import UsageError
 from flatout.machine.description import Gpu, Machine
+from flatout.machine.nvidia import NAMES_MIG, names_mig
 
 Installer = Literal["pip", "conda"]
 DEFAULT_TORCH = "2.13.0"
@@ -133,6 +135,8 @@ def _build(machine: Machine, version: str, built: Sequence[str]) -> _Build:
     if AMD_DRIVER.exists():
         return _Build(name=None, known=False, reason="there is an AMD GPU, and the table has no ROCm builds")
     if machine.versions.driver is not None and machine.hidden_devices:
+        if names_mig(environment.visible_cuda_devices()):
+            return _Build(name=None, known=False, reason=f"CUDA_VISIBLE_DEVICES {NAMES_MIG}")
         return _Build(name="cpu", reason="CUDA_VISIBLE_DEVICES hides the GPUs")
     return _Build(name="cpu", reason=f"no NVIDIA GPU ({machine.no_devices_reason})")
 

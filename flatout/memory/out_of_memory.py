@@ -5,6 +5,7 @@ from __future__ import annotations
 _WORDS = (
     "defaultcpuallocator: can't allocate memory",  # torch's CPU allocator raises a plain RuntimeError
     "not enough memory: you tried to allocate",  # the same on other platforms
+    "error: out of memory",  # of the CUDA or HIP runtime or driver, outside of torch's allocator
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "std::bad_alloc",

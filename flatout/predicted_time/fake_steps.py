@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from flatout.errors import UsageError
 from flatout.generators import generators_kept
 from flatout.profiling.step_operators import Operator, of_followed, summed
 
@@ -16,13 +17,18 @@ if TYPE_CHECKING:
 def followed(training: Training, samples: int, *, as_on_cuda: bool) -> tuple[Operator, ...]:
     """Of the second step, with `samples` in its batch, on fake tensors. Nothing of the training is changed.
 
-    as_on_cuda: with the kernels that CUDA has, and the optimizer's updates for all weights at once.
+    as_on_cuda: with the kernels that CUDA has, and the optimizer's updates for all weights at once. Raises UsageError
+    where not the whole step could be followed.
     """
     from flatout.profiling.following import OperatorFollower
 
     follower = OperatorFollower()
     with fake_step(training, samples, as_on_cuda=as_on_cuda) as step, follower:
         step()
+    if follower.incomplete:
+        raise UsageError(
+            f"not the whole step was followed: {follower.incomplete}", limit="a part of a step predicts no step"
+        )
     return summed(of_followed(follower.operators))
 
 

@@ -164,7 +164,7 @@ H100 = GpuModel(
         "matmul, tf32": Rate(4.4e-06, 0.572),
         "normalisation": Rate(2.9e-06, 0.62),
         "normalisation backward": Rate(4.7e-06, 0.369),
-        "optimizer": Rate(9.1e-06, 0.573),
+        "optimizer": Rate(9.1e-06, 0.86),
         "pointwise": Rate(2.9e-07, 1.52),
         "recurrent backward, fp32": Rate(1.6e-05, UNBOUND_SHARE),
         "recurrent backward, half": Rate(5.5e-06, 0.0562),

@@ -14,9 +14,11 @@ from flatout.errors import FlatoutError, UsageError, describe_error
 from flatout.machine.published_peaks import GpuEntry, catalogue_entry
 from flatout.plan import Plan
 from flatout.plan_choices import declared
+from flatout.precision.matmul import current_matmul_precision
 from flatout.predicted_time.fake_steps import followed
 from flatout.predicted_time.gpu_rates import H100, MEASURED_ON, gpu_time
 from flatout.predicted_time.prediction import Prediction, WhatIf
+from flatout.profiling.roofline import SHORT_DTYPES
 from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.sizing.training import Training, check_batch_size
 from flatout.timing import LoadWatch, contention
@@ -41,6 +43,7 @@ HOST_NOTE = (
 )
 CPU = "cpu"
 DEVICES_ARE = "it is a list of names, such as ['h100', 'cpu']"
+PRICES_ARE = "it is a dict, of an hour by device, such as {'h100': 2.49}"
 
 
 def whatif(
@@ -79,21 +82,23 @@ def whatif(
         raise UsageError(f"threads is {threads}", limit="it is for the device 'cpu'", remedy="devices=['cpu', ...]")
     gpus = [catalogue_entry(name) for name in names if name != CPU]
     found: list[Prediction] = []
+    notes = _notes(wanted.plan, names)
+    tf32 = (wanted.plan.matmul_precision or current_matmul_precision()) != "highest"
     if gpus:
         operators = _followed(wanted, samples)
-        tf32 = wanted.plan.matmul_precision in ("high", "medium")
         for gpu in gpus:
             predicted = on_gpu(operators, gpu, samples=samples, tf32=tf32)
             found.append(_with_memory(predicted, wanted, gpu, samples))
+        notes += work_notes(operators)
     if CPU in names:
         found.append(_here(training, wanted, samples, threads or wanted.plan.threads))
     return whatif_of(
         found,
         name=type(step.model).__name__,
         samples=samples,
-        precision=_precision(wanted.plan),
+        precision=_precision(wanted, tf32=tf32),
         prices=prices,
-        notes=_notes(wanted.plan, names),
+        notes=notes,
     )
 
 
@@ -118,11 +123,21 @@ def of_script(
         else:
             fits = True if peak_bytes < ROOM * gpu.memory_bytes else False if peak_bytes > gpu.memory_bytes else None
             found.append(replace(one, peak_bytes=peak_bytes, fits=fits))
-    half = any(one.half and one.flops for one in operators)
-    precision = (
-        "bf16 where it casts, else fp32" if half else _precision(Plan(matmul_precision="high" if tf32 else None))
-    )
+    half = half_products(operators)
+    precision = f"{half} where it casts, else fp32" if half else _fp32_products(tf32)
+    notes = [*notes, *work_notes(operators)]
     return whatif_of(found, name=name, samples=step.samples, precision=precision, prices=prices, notes=notes)
+
+
+def work_notes(operators: Iterable[Operator]) -> list[str]:
+    """What is not known of them."""
+    names = ", ".join(dict.fromkeys(one.name for one in operators if one.uncounted))
+    return [f"predicted by their bytes alone, as their FLOPs are unknown: {names}"] if names else []
+
+
+def half_products(operators: Iterable[Operator]) -> str:
+    """The precision of 16 bits in which some have products, as 'bf16'; '' where none has."""
+    return next((SHORT_DTYPES[one.dtype] for one in operators if one.half and one.flops), "")
 
 
 def on_gpu(operators: Sequence[Operator], gpu: GpuEntry, *, samples: int | None, tf32: bool) -> Prediction:
@@ -202,6 +217,8 @@ def _check_priced(prices: Mapping[str, float], names: Sequence[str]) -> None:
 
 def _prices(prices: Mapping[str, float] | None) -> dict[str, float]:
     found: dict[str, float] = {}
+    if prices is not None and not isinstance(prices, Mapping):
+        raise wrong("prices", prices, PRICES_ARE)
     for name, price in (prices or {}).items():
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < float("inf"):
             raise UsageError(f"the price of {name!r} is {price!r}", limit="it is a number above 0, of one hour")
@@ -296,10 +313,18 @@ def _doubts(doubt: float, contended: str | None) -> tuple[float, tuple[str, ...]
     return min(UNCERTAINTY_MOST, max(UNCERTAINTY_BUSY, UNCERTAINTY_HERE + doubt)), tuple(notes)
 
 
-def _precision(plan: Plan) -> str:
-    if plan.precision is not None:
-        return plan.precision
-    return "TF32 where the GPU has it" if plan.matmul_precision in ("high", "medium") else "fp32"
+def _precision(training: Training, *, tf32: bool) -> str:
+    """Of its products: that of autocast, else of the weights."""
+    if training.plan.precision is not None:
+        found = {str(training.plan.precision)}
+    else:
+        weights = (one.dtype for one in training.model.parameters() if one.is_floating_point())
+        found = {SHORT_DTYPES.get(name, name) for name in (str(one).removeprefix("torch.") for one in weights)}
+    return " and ".join(_fp32_products(tf32) if one == "fp32" else one for one in sorted(found or {"fp32"}))
+
+
+def _fp32_products(tf32: bool) -> str:
+    return "TF32 where the GPU has it" if tf32 else "fp32"
 
 
 def _notes(plan: Plan, devices: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from flatout.generators import generators_kept
 from flatout.predicted_time.fake_steps import fake_step
 from flatout.profiling.operator_classes import moves_no_data, operator_class
 from flatout.statistics import median
@@ -263,7 +264,7 @@ def _time(calls: Sequence[_Call]) -> None:
     """One pass over all: the median of each, kept where it is the fastest yet."""
     import torch
 
-    with torch.no_grad():
+    with torch.no_grad(), generators_kept():  # values are drawn here, and operators such as dropout draw too
         for call in calls:
             try:
                 args, kwargs = _callable_arguments(call)

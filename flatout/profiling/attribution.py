@@ -430,6 +430,15 @@ def _by_phase(rows: Sequence[OperatorRow]) -> dict[str, list[OperatorRow]]:
     return found
 
 
+def runs_compiled_code(recording: Recording) -> bool:
+    return any(event.name.startswith(_COMPILED_NAMES) for event in recording.events)
+
+
+def replays_graphs(recording: Recording) -> bool:
+    """CUDA graphs."""
+    return any(event.name.startswith("cudaGraphLaunch") for event in recording.events)
+
+
 def _total(sizes: Sequence[float | None], steps: int) -> float | None:
     known = [size for size in sizes if size is not None]
     return sum(known) / steps if known else None

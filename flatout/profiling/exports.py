@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -9,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -43,12 +44,18 @@ def _check(path: Path, endings: Sequence[str], what: str) -> None:
 
 def write_table(path: Path, rows: Sequence[OperatorRow]) -> None:
     """The format by the name's ending."""
-    text = {".csv": _csv, ".json": _json, ".txt": _text}[path.suffix](rows)
+    made = {".csv": _csv, ".json": _json, ".txt": _text}
+    text = next(make for ending, make in made.items() if path.name.endswith(ending))(rows)
+    with _errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
     try:
-        with written_whole(path, mode=PRIVATE) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _csv(rows: Sequence[OperatorRow]) -> str:
@@ -83,24 +90,22 @@ def _text(rows: Sequence[OperatorRow]) -> str:
 
 def write_trace(recorded: Path, path: Path) -> None:
     """Copy a trace (plain JSON) to where it was asked for; compressed where the name ends with .gz."""
-    try:
-        with written_whole(path, mode=PRIVATE) as temporary:
-            if path.name.endswith(".gz"):
-                with open(recorded, "rb") as source, gzip.open(temporary, "wb", compresslevel=6) as target:
-                    shutil.copyfileobj(source, target)
-            else:
-                shutil.copyfile(recorded, temporary)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with _errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
+        if path.name.endswith(".gz"):
+            with open(recorded, "rb") as source, gzip.open(temporary, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(source, target)
+        else:
+            shutil.copyfile(recorded, temporary)
 
 
 def write_tensorboard(folder: Path, recorded: Path | None, profile: Profile, log: TensorBoardLog) -> None:
     """A trace under the name that TensorBoard's profile plugin looks for, and scalars into the log of that folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if recorded is not None:
-        write_trace(recorded, folder / f"flatout.{time.time_ns() // 1_000_000}.pt.trace.json.gz")
-    log.log({f"profile/{name}": value for name, value in scalars(profile).items()}, 0)
-    log.close()
+    with _errors_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if recorded is not None:
+            write_trace(recorded, folder / f"flatout.{time.time_ns() // 1_000_000}.pt.trace.json.gz")
+        log.log({f"profile/{name}": value for name, value in scalars(profile).items()}, 0)
+        log.close()
 
 
 def scalars(profile: Profile) -> dict[str, float]:

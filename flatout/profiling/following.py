@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from flatout.profiling.operator_classes import moves_no_data
 from flatout.profiling.profile import Phase
-from flatout.torch_private.attributes import name_in_schema
+from flatout.torch_private.attributes import changed_arguments, name_in_schema
 from flatout.torch_private.dispatch import (
     ListeningMode,
     current_graph_task,
@@ -47,6 +48,11 @@ _FETCHES = ("__next__", "_next_data")
 _UPDATING = os.sep + os.path.join("torch", "optim") + os.sep
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_embedding_bag")
 """They read as much as they return, not all of their first argument."""
+_OVERWRITES = (
+    *("aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_", "aten::_foreach_zero_"),
+    *("aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::random_", "aten::exponential_"),
+)
+"""They do not read what they write to, their first argument."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,22 +90,30 @@ class FollowedModule:
 
 
 class OperatorFollower:
-    """Follows while its context is open; `fault` says why it gave up, which the script must not notice."""
+    """Follows while its context is open; `fault` says why it gave up, which the script must not notice.
+
+    Its context is opened in the thread that takes the step: what other threads compute meanwhile belongs to no step.
+    """
 
     def __init__(self, *, prefer: str | None = None) -> None:
         """prefer: the folder whose lines are named, where one of them led to an operator."""
         self.operators: list[FollowedOperator] = []
         self.count = 0
         self.modules: dict[str, FollowedModule] = {}
-        self.devices: set[str] = set()
-        """Kinds of devices that operators ran on."""
+        self.devices: set[torch.device] = set()
+        """That operators ran on."""
         self.fault = ""
+        self.uncounted = ""
+        """Why FLOPs of some operators are missing."""
         self._prefer = prefer.rstrip(os.sep) + os.sep if prefer else ""
         self._flops = OperationCount()
         self._stack = contextlib.ExitStack()
         self._open_modules: list[str] = []
+        self._thread = threading.get_ident()
         self._names: dict[int, str] = {}
         self._roots: dict[int, str] = {}
+        self._named: list[nn.Module] = []
+        """Held while following: the number of one that is gone would be given to another."""
         self._origins: list[tuple[int, Origin]] = []
         """(sequence number of the newest autograd node, where it was made), in forward order."""
         self._newest = -1
@@ -117,10 +131,23 @@ class OperatorFollower:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        self._named.clear()
+
+    @property
+    def incomplete(self) -> str:
+        """Why the operators, or their FLOPs, are not all of the step's; '' where they are."""
+        if self.fault:
+            return f"following a step failed: {self.fault}"
+        if self.count > len(self.operators):
+            return f"a step has more than {MOST_OPERATORS:,} operators"
+        return self.uncounted
 
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:
         """Operators called meanwhile, and their backward operators, belong to a module of this name."""
+        if self._is_elsewhere():
+            yield
+            return
         outer = f"{self._open_modules[-1]}." if self._open_modules else ""
         self._open_modules.append(f"{outer}{name}")
         try:
@@ -161,21 +188,39 @@ class OperatorFollower:
             return
         name = name_in_schema(operation)
         phase, origin = where
-        devices = {one.device.type for one in (*_tensors(tuple(args)), *_tensors(out)) if one.dim()}
+        devices = {one.device for one in (*_tensors(tuple(args)), *_tensors(out)) if one.dim()}
         self.devices |= devices
-        if len(devices) > 1 and phase in ("forward", "evaluation", "other"):
+        if len({one.type for one in devices}) > 1 and phase in ("forward", "evaluation", "other"):
             phase = "copies"
         self.operators.append(
             FollowedOperator(
                 name=name,
                 shapes=shapes_of(args, kwargs),
                 dtype=_dtype(args, out),
-                flops=self._flops.of(operation, args, kwargs, out),
-                size_bytes=_traffic(name, args, kwargs, out),
+                flops=self._counted(name, operation, args, kwargs, out),
+                size_bytes=_traffic(name, operation, args, kwargs, out),
                 phase=phase,
                 origin=origin,
             )
         )
+
+    def _counted(
+        self,
+        name: str,
+        operation: OpOverload[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        out: object,
+    ) -> float | None:
+        """FLOPs; where they are unknown, the others are still counted, and `uncounted` says so."""
+        try:
+            found = self._flops.of(operation, args, kwargs, out)
+        except Exception as error:  # of an extension's formula, or of torch's with a kind of tensor that is new to it
+            self.uncounted = self.uncounted or f"FLOPs of {name} cannot be counted: {type(error).__name__}: {error}"
+            return None
+        if found is None and name.startswith("higher_order::"):
+            self.uncounted = self.uncounted or f"{name} does not show the operators that it calls"
+        return found
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -221,10 +266,13 @@ class OperatorFollower:
         return Origin(module=module, line=f"{code.co_filename}:{found.f_lineno}", function=code.co_name), work
 
     def _module_starts(self, module: nn.Module, arguments: object) -> None:
+        if self._is_elsewhere():
+            return
         again = current_graph_task() != -1 and id(module) in self._names  # by activation checkpointing
         if not self._open_modules and not again:
             root = self._root_name(module)
             self._names |= {id(one): f"{root}.{name}" if name else root for name, one in module.named_modules()}
+            self._named += module.modules()
         path = self._names.get(id(module))
         if path is None:  # made or found while the outer one runs
             path = f"{self._open_modules[-1]}.{type(module).__name__}" if self._open_modules else type(module).__name__
@@ -245,8 +293,12 @@ class OperatorFollower:
         return self._roots[id(module)]
 
     def _module_ends(self, module: nn.Module, arguments: object, output: object) -> None:
-        if self._open_modules:
+        if self._open_modules and not self._is_elsewhere():
             self._open_modules.pop()
+
+    def _is_elsewhere(self) -> bool:
+        """Is this another thread, and none of autograd's? Hooks are called in all."""
+        return threading.get_ident() != self._thread and current_graph_task() == -1
 
 
 class _Mode(ListeningMode):
@@ -262,12 +314,16 @@ class _Mode(ListeningMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         follower = self._follower
+        if follower.fault:
+            return func(*args, **(kwargs or {}))
+        parts = self.by_parts(func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
         where: tuple[Phase, Origin] | None = None
-        if not follower.fault:
-            with follower.guard():
-                where = follower.begins()
+        with follower.guard():
+            where = follower.begins()
         out = func(*args, **(kwargs or {}))
-        if where is not None and not follower.fault:
+        if where is not None:
             with follower.guard():
                 follower.ended(func, args, kwargs or {}, out, where)
         return out
@@ -306,11 +362,20 @@ def _size(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def _traffic(name: str, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> float:
+def _traffic(
+    name: str,
+    operation: OpOverload[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    out: object,
+) -> float:
     if moves_no_data(name):
         return 0.0
+    if out is None:  # what changes lists of tensors in place returns nothing
+        out = tuple(args[place] for place in changed_arguments(operation) if place < len(args))
     written = [_size(one) for one in _tensors(out)]
-    read = [_size(one) for one in (*_tensors(tuple(args)), *_tensors(tuple(kwargs.values())))]
+    given = args[1:] if name in _OVERWRITES else args
+    read = [_size(one) for one in (*_tensors(tuple(given)), *_tensors(tuple(kwargs.values())))]
     if name in _LOOKUPS and read:
         read[0] = min(read[0], sum(written))
     return float(sum(read) + sum(written))

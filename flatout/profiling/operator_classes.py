@@ -46,18 +46,20 @@ _WITHIN: tuple[tuple[str, OperatorClass], ...] = (
     ("pool", "reduction"),
 )
 """The first that the name contains; the order decides where several do."""
+_OF_TORCH = ("aten", "mkldnn", "mkldnn_prepacked", "onednn", "quantized", "torchvision")
 _COMMUNICATION = ("c10d::", "nccl:", "gloo:", "mpi:", "ucc:", "_c10d_functional::", "c10d_functional::")
 
 
 @functools.lru_cache(maxsize=4096)
 def operator_class(name: str) -> OperatorClass:
-    """'other' for what is no operator of torch's, or does no work of its own, such as a view."""
+    """'other' for what is no operator, does no work of its own, such as a view, or is an extension's whose name does
+    not say what it does."""
     if name.startswith(_COMMUNICATION):
         return "communication"
     space, _, plain = name.partition("::")
-    if space not in ("aten", "mkldnn", "mkldnn_prepacked", "onednn", "quantized", "torchvision"):
+    if "::" in plain:  # of autograd's engine
         return "other"
-    if plain in _EXACT:
+    if space in _OF_TORCH and plain in _EXACT:
         return _EXACT[plain]
     for part, found in _WITHIN:
         if part in plain:

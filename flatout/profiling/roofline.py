@@ -101,7 +101,8 @@ def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> R
         elif bound == "memory" and memory is not None and moved is not None:
             name, ceiling, share = "memory copy", memory.value, moved / memory.value
         elif one.flops and compute is None:
-            reason = f"unknown, because the {one.dtype or 'their'} rate of this device was not measured"
+            rate = f"the {one.dtype} rate" if one.dtype else "the rate"
+            reason = f"unknown, because {rate} of this device was not measured"
         else:
             reason = "unknown, because neither FLOPs nor bytes of these operators were counted"
         if share is not None and share > 1 and bound == "memory":

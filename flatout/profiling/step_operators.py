@@ -24,6 +24,7 @@ HALF = ("bfloat16", "float16")
 ATTENTION, DROPOUT = "(attention)", "(dropout)"
 SCORES_AGAIN = 1.25
 """Its backward pass in one operator computes the scores again: five products instead of four."""
+_NO_WORK_ON_TENSORS = ("prim::", "profiler::")
 _NO_KERNEL = ("aten::_local_scalar_dense", "aten::ones_like", "aten::lift_fresh")
 
 
@@ -50,6 +51,11 @@ class Operator:
         return self.dtype in HALF
 
     @property
+    def uncounted(self) -> bool:
+        """May it have FLOPs that are unknown? Those of aten without a formula have none."""
+        return not self.flops and not self.name.startswith(("aten::", "mkldnn"))
+
+    @property
     def time_steps(self) -> float:
         """Of a recurrent layer's calls, one after the other. oneDNN's layers get [time, samples, features]; of others
         the longer of these two sizes is taken."""
@@ -70,7 +76,7 @@ class StepOperators:
     tf32: bool
     """May its fp32 products run as TF32?"""
     fault: str
-    """Why following gave up; ''."""
+    """Why operators, or their FLOPs, are missing; ''."""
     rolled_back: Mapping[str, str]
     """Levers that could not be applied, and why."""
 
@@ -189,4 +195,6 @@ def of_followed(operators: Iterable[FollowedOperator]) -> Iterator[Operator]:
 
 def _is_nothing(name: str) -> bool:
     """Does it launch no kernel?"""
-    return moves_no_data(name) or not name.startswith(("aten::", "mkldnn")) or name in _NO_KERNEL
+    if name in _NO_KERNEL or name.startswith(_NO_WORK_ON_TENSORS) or operator_class(name) == "communication":
+        return True
+    return moves_no_data(name)

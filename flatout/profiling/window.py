@@ -10,7 +10,7 @@ import contextlib
 import linecache
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,12 +18,21 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from flatout import environment
-from flatout.profiling.attribution import Attributed, attribute, lines_of, modules_of, short_place
+from flatout.profiling.attribution import (
+    Attributed,
+    attribute,
+    lines_of,
+    modules_of,
+    replays_graphs,
+    short_place,
+)
 from flatout.profiling.collectives import communication
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu
 from flatout.profiling.profile import Communication, OperatorRow, Profile, StepParts
 from flatout.profiling.recorded_events import DISTURBED, Links, Recording, links_of, recorded
+from flatout.replaced import replaced
+from flatout.torch_private.attributes import PROFILER_STARTS
 from flatout.torch_private.dispatch import profiler_is_on
 
 MOST_OPERATORS_PROFILED = 20_000
@@ -31,6 +40,7 @@ MOST_OPERATORS_PROFILED = 20_000
 MOST_STEPS_UNCOUNTED = 20
 """Where no step could be followed, so that nobody knows how many operators one has."""
 COMPILED = "unknown, because compiled code does not show its operators to Python"
+GRAPHED = "unknown, because a CUDA graph does not show its operators to Python"
 NO_KERNELS = (
     "unknown, because torch's profiler recorded no kernel: CUPTI is missing, or may not be used here (as in a "
     "container, or where the driver restricts profiling to administrators)"
@@ -38,17 +48,20 @@ NO_KERNELS = (
 NO_TIME = "unknown, because the script ended before a step could be timed without the profiler"
 NO_OPERATORS = "unknown, because no operator of torch ran"
 NOT_FOLLOWED = "unknown, because the script ended before a step could be followed"
+NO_FILE = "unknown, because the code that runs is in no file of yours: it was typed in, or is a library's"
 OTHERS_PROFILER = "unknown, because the script runs a profiler of its own"
 MUCH_APPROXIMATE = 0.05
 
 
 class ProfilerWindow:
-    """torch's profiler, on from `start` to `stop`. Where another one is on, it stays off and `obstacle` says so."""
+    """torch's profiler, on from `start` to `stop`. Where another one is on, it stays off, and where another one starts
+    meanwhile, it ends without a recording: there can be only one. `obstacle` says so."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.obstacle = ""
         self._on_gpu = on_gpu
         self._profiler: torch.autograd.profiler.profile | None = None
+        self._listening = contextlib.ExitStack()
 
     def start(self) -> None:
         if profiler_is_on():
@@ -60,10 +73,26 @@ class ProfilerWindow:
         )
         with _silent():
             self._profiler.__enter__()
+        for name in PROFILER_STARTS:
+            self._listening.enter_context(replaced(torch.autograd.profiler, name, self._giving_way))
+
+    def _giving_way(self, original: Callable[..., object]) -> Callable[..., object]:
+        def start(*args: object, **kwargs: object) -> object:
+            self._give_way()
+            return original(*args, **kwargs)
+
+        return start
+
+    def _give_way(self) -> None:
+        if self._profiler is not None:
+            with _silent():
+                self._profiler.__exit__(None, None, None)
+            self._profiler, self.obstacle = None, OTHERS_PROFILER
 
     def stop(self, *, steps: int | None = None) -> Recording | None:
         """What was recorded; None where nothing was. steps: of what is labelled 'ProfilerStep', so many are kept; None:
         all, with or without a label."""
+        self._listening.close()
         if self._profiler is None:
             return None
         with _silent():
@@ -226,10 +255,10 @@ class Windows:
         follower = self.follower
         if follower is None:
             self.reasons.setdefault("flops", COMPILED if self.compiled else NOT_FOLLOWED)
-        elif follower.fault:
-            self.reasons.setdefault("flops", f"unknown, because following a step failed: {follower.fault}")
-        elif follower.count > len(follower.operators):
-            self.reasons.setdefault("flops", f"unknown, because a step has more than {MOST_OPERATORS:,} operators")
+        elif self.recording is not None and replays_graphs(self.recording):
+            self.reasons.setdefault("flops", GRAPHED)
+        elif follower.incomplete:
+            self.reasons.setdefault("flops", f"unknown, because {follower.incomplete}")
         else:
             return sum(one.flops for one in follower.operators if one.flops is not None)
         return None
@@ -241,8 +270,13 @@ class Windows:
             for name in ("lines", "modules", "bytes"):
                 self.reasons.setdefault(name, why)
             return
+        if self.recording is not None and replays_graphs(self.recording):
+            for name in ("lines", "modules", "bytes"):
+                self.reasons.setdefault(name, GRAPHED)
         if follower.fault:
-            self.reasons.setdefault("lines", f"unknown, because following a step failed: {follower.fault}")
+            self.reasons.setdefault("lines", f"unknown, because {follower.incomplete}")
+        elif follower.operators and not any(one.origin.line for one in follower.operators):
+            self.reasons.setdefault("lines", NO_FILE)
         if attributed.by_name_share > MUCH_APPROXIMATE:
             self.notes.append(
                 f"shapes differ from step to step: modules and lines of {attributed.by_name_share:.0%} of the time of "

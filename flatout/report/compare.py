@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flatout.errors import MachinesDiffer, UsageError
+from flatout.private_details import arguments_digest
 from flatout.report.document import Document
 from flatout.report.live_text import printable
 from flatout.statistics import Comparison, compare_runs, compare_unpaired
@@ -85,8 +86,10 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
     caveats = [_ALONE if unit == "steps" else _IN_TURNS]
     scripts = [script_name(doc) or None for _, doc in named]
     caveats += _difference("the script", scripts)
+    caveats += ["the script's arguments differ"] if len({_arguments(doc) for _, doc in named} - {None}) > 1 else []
+    caveats += _difference("the device", [_device(doc) for _, doc in named])
     caveats += _difference("torch", [(one.get("versions") or {}).get("torch") for one in machines.values()])
-    caveats += _warnings(measured)
+    caveats += _warnings({which: [*measured[which].warnings, *_ending(doc)] for which, doc in named})
     return DocumentComparison(
         name=script_name(b[-1]),
         unit=unit,
@@ -107,12 +110,12 @@ def _named(documents: Sequence[Document], which: str) -> list[tuple[str, Documen
     return [(f"{which} (run {number})", doc) for number, doc in enumerate(documents, 1)]
 
 
-def _warnings(measured: Mapping[str, Measurement]) -> list[str]:
+def _warnings(said: Mapping[str, Sequence[str]]) -> list[str]:
     """In full of one run of each side; of more, how many runs have each."""
-    if len(measured) == 2:
-        return [f"{which}: {warning}" for which, found in measured.items() for warning in found.warnings]
-    kinds = Counter(kind for found in measured.values() for kind in {one.partition(":")[0] for one in found.warnings})
-    return [f"{kind}: {count} of {len(measured)} runs" for kind, count in sorted(kinds.items())]
+    if len(said) == 2:
+        return [f"{which}: {warning}" for which, warnings in said.items() for warning in warnings]
+    kinds = Counter(kind for warnings in said.values() for kind in {one.partition(":")[0] for one in warnings})
+    return [f"{kind}: {count} of {len(said)} runs" for kind, count in sorted(kinds.items())]
 
 
 def _contended_text(contended: Sequence[str], runs: int) -> str:
@@ -177,9 +180,37 @@ def _machine(doc: Document, which: str) -> Document:
 
 def script_name(doc: Document) -> str:
     """'' where the document names none."""
-    script = doc.get("script")
-    name = script.get("name") if isinstance(script, dict) else None
+    name = _part(doc, "script").get("name")
     return printable(name) if isinstance(name, str) else ""
+
+
+def _part(doc: Document, name: str) -> Document:
+    """Empty where the document has no such part."""
+    part = doc.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _arguments(doc: Document) -> str | None:
+    """Their digest; None where the document does not tell."""
+    script = _part(doc, "script")
+    given = script.get("arguments")
+    if isinstance(given, list) and all(isinstance(one, str) for one in given):
+        return arguments_digest(given)
+    digest = script.get("arguments_digest")
+    return digest if isinstance(digest, str) else None
+
+
+def _device(doc: Document) -> str | None:
+    device = _part(doc, "observed").get("device")
+    return printable(device) if isinstance(device, str) else None
+
+
+def _ending(doc: Document) -> list[str]:
+    """What speaks against a script that did not end well: it may have trained another way than one that did."""
+    status = _part(doc, "script").get("status", 0)
+    if status is None:
+        return ["the script had not ended when this was written"]
+    return [f"the script ended with status {status}"] if isinstance(status, int) and status != 0 else []
 
 
 def comparison_text(found: DocumentComparison) -> str:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +45,16 @@ def write_document(path: Path, doc: Mapping[str, object]) -> None:
         raise UsageError(
             f"cannot write {path}: {error.strerror}", remedy="name another location, or free up space there"
         ) from error
+
+
+def report_place(path: str | os.PathLike[str]) -> Path:
+    """In full, as the script may change the folder. UsageError where no report can be written, before the script runs.
+    What is no file, such as /dev/null, is written to itself."""
+    place = Path(path).absolute()
+    written = place if place.exists() and not place.is_file() and not place.is_dir() else place.parent
+    if place.is_dir() or not (written is place or written.is_dir()) or not os.access(written, os.W_OK):
+        raise UsageError(f"cannot write {place}", remedy="name a file in a folder that can be written")
+    return place
 
 
 def read_document(path: Path, kind: str | None = None) -> Document:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flatout.kernels.custom.result import KernelCheck, KernelProperty, KernelSpeed
 from flatout.private_details import without_private
 from flatout.report.document import document
+from flatout.report.live_text import printable
 from flatout.statistics import Comparison
 from flatout.timing import Measurement
 from flatout.units import format_bytes, format_seconds, labelled
@@ -30,7 +31,7 @@ def kernel_text(found: KernelCheck) -> str:
         rows.append(("speed", f"not timed: {found.speed_reason}"))
     rows += labelled("note", list(found.notes))
     rows.append(("verdict", f"{_verdict(found)} ({format_seconds(found.seconds)})"))
-    return "\n".join(f"{label:<{_LABEL}}{_printable(text)}" for label, text in rows)
+    return "\n".join(f"{label:<{_LABEL}}{printable(text)}" for label, text in rows)
 
 
 def _property(one: KernelProperty) -> list[str]:
@@ -82,8 +83,3 @@ def _verdict(found: KernelCheck) -> str:
     if found.ok:
         return f"right in {len(looked)} checks"
     return f"wrong: {', '.join(one.name for one in found.failures)}"
-
-
-def _printable(text: str) -> str:
-    """Names and messages are the user's: no control code of theirs may reach the terminal."""
-    return "".join(letter for letter in text if letter.isprintable())

@@ -327,7 +327,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 
 def printable(text: str) -> str:
-    """Without control characters: what a script names must not drive the reader's terminal."""
+    """Without control characters: what a script names or says must not drive the reader's terminal."""
     return "".join(letter for letter in text if letter.isprintable())
 
 

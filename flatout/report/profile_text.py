@@ -21,6 +21,7 @@ from flatout.profiling.profile import (
     StepParts,
 )
 from flatout.report.document import document
+from flatout.report.live_text import printable
 from flatout.report.rank_text import profiled_rank_rows, rank_fields
 from flatout.report.step_text import percent
 from flatout.units import format_bytes, format_rate, format_seconds, labelled
@@ -355,10 +356,8 @@ def _size(path: Path) -> str:
 
 def rows_text(rows: Iterable[tuple[str, str]], width: int | None = LINE_WIDTH) -> str:
     """Labels beside printable texts, each row cut to the width of the screen; None: not cut."""
-    return "\n".join(f"{label:<{LABEL_WIDTH}}{_printable(text, width)}" for label, text in rows)
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{_cut(printable(text), width)}" for label, text in rows)
 
 
-def _printable(text: str, width: int | None) -> str:
-    """Names and source lines are the script's: no control code of theirs may reach the terminal."""
-    shown = "".join(letter for letter in text if letter.isprintable())
-    return shown if width is None or len(shown) <= width else shown[: width - 1] + "…"
+def _cut(text: str, width: int | None) -> str:
+    return text if width is None or len(text) <= width else text[: width - 1] + "…"

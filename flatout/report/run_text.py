@@ -17,6 +17,8 @@ from flatout.timing import contention, measurement
 from flatout.units import format_bytes, format_seconds
 
 KIND = "run"
+LEAST_CORES_SHOWN = 0.05
+"""Of processes that the script starts: with less, it has as good as none."""
 
 
 def run_text(summary: RunSummary, report_path: str | None) -> str:
@@ -31,19 +33,9 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
             rows.append(("", outside))
     rows += process_rows(summary.processes)
     if record.steps:
-        share, of_what = share_of_ceiling(
-            summary.flops_per_step,
-            record.median_seconds,
-            summary.machine.ceilings if summary.machine else None,
-            seen.device if seen is not None else None,
-        )
-        known = of_what if share is None else f"{percent(share)} of the {of_what}"
-        if summary.flops_per_step is None:
-            known = f"unknown: {record.flops_reason}"
-        rows.append(("ceiling", known))
-    rows.append(
-        ("memory", f"{format_bytes(summary.peak_resident_bytes)} at most; CPU {_cores(summary):.1f} cores busy")
-    )
+        share, of_what = _ceiling(summary)
+        rows.append(("ceiling", of_what if share is None else f"{percent(share)} of the {of_what}"))
+    rows.append(("memory", _use(summary)))
     if record.memory:
         rows.append(("", _tensors_text(record.memory)))
     if (others := contention(summary.load)) is not None:
@@ -130,19 +122,40 @@ def _steps(summary: RunSummary) -> str:
     return f"{counted}, median {format_seconds(median)}{known}"
 
 
-def _cores(summary: RunSummary) -> float:
-    return summary.cpu_seconds / summary.wall_seconds if summary.wall_seconds else 0.0
+def _ceiling(summary: RunSummary) -> tuple[float | None, str]:
+    """(the share that a median step reaches, of what), or (None, why it is unknown)."""
+    if summary.flops_per_step is None:
+        return None, f"unknown: {summary.record.flops_reason}"
+    return share_of_ceiling(
+        summary.flops_per_step,
+        summary.record.median_seconds,
+        summary.machine.ceilings if summary.machine else None,
+        summary.observed.device if summary.observed is not None else None,
+    )
+
+
+def _use(summary: RunSummary) -> str:
+    """Of memory and processors; the memory of processes that the script starts is not known, and may be shared."""
+    wall = summary.wall_seconds
+    own, theirs = (one / wall if wall else 0.0 for one in (summary.cpu_seconds, summary.children_cpu_seconds))
+    most = f"{format_bytes(summary.peak_resident_bytes)} at most"
+    if theirs < LEAST_CORES_SHOWN:
+        return f"{most}; CPU {own:.1f} cores busy"
+    busy = f"CPU {own + theirs:.1f} cores busy, {theirs:.1f} of them with processes that it started"
+    return f"{most} in the script's own process; {busy}"
 
 
 def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[str, object]:
     """`measurement` holds the sampled steps, so that `flatout compare` can read it."""
     record, machine = summary.record, summary.machine
     growth = record.growth()
+    share, ceiling = _ceiling(summary)
     payload: dict[str, object] = {
         "machine": machine.to_json() if machine is not None else None,
         "script": {"name": summary.name, "arguments": list(summary.arguments), "status": summary.status},
         "wall_seconds": summary.wall_seconds,
         "cpu_seconds": summary.cpu_seconds,
+        "children_cpu_seconds": summary.children_cpu_seconds,
         "peak_resident_bytes": summary.peak_resident_bytes,
         "steps": record.steps,
         "step_sample_stride": record.stride,
@@ -165,6 +178,8 @@ def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[
         "plan_notes": list(summary.plan_notes),
         "flops_per_step": summary.flops_per_step,
         "flops_unknown_because": record.flops_reason if summary.flops_per_step is None else None,
+        "ceiling": ceiling if record.steps else None,
+        "ceiling_share": share,
         "out_of_memory": summary.death.to_json() if summary.death is not None else None,
         "findings": [finding.to_json() for finding in summary.findings],
     }

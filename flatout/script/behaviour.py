@@ -80,6 +80,7 @@ class BehaviourWatch:
         self._sampler.evaluates = lambda: self._forward.evaluating
         self._update = UpdateWatch(self._places, self._guard)
         self._calls = TensorCalls(self._places, self._guard)
+        self._sampler.waits = lambda: self._calls.waiting
         self._kept = KeptGraphs()
         self._stack = ExitStack()
         self._subject: Subject | None = None
@@ -96,6 +97,8 @@ class BehaviourWatch:
         self._waiting: tuple[float, DataLoader[object]] | None = None
         self._start_seconds: list[float] = []
         self._synchronised: dict[int, int] = {}
+        self._without_gradient: dict[int, set[int]] = {}
+        """Wrapper that searches for unused parameters -> those that got no gradient in some step, by their ids."""
         self._work: StepWork | None = None
         self._finish_work: Callable[[], StepWork] | None = None
         self._followed_from = self._not_counted = 0.0
@@ -115,7 +118,7 @@ class BehaviourWatch:
         self._guard(lambda: self._update.start(subject, compiled=compiled))
         if not compiled:  # compiled code must not see wrappers of ours that it was not compiled with
             self._guard(self._forward.start)
-            self._guard(self._calls.start)
+            self._guard(lambda: self._calls.start(on_gpu=device_name(subject) != "cpu"))
         self._hold()
         self._guard(self._kept.begin)
         self._guard(self._find_schedulers)
@@ -134,6 +137,7 @@ class BehaviourWatch:
         self._update.step_ended()
         self._forward.steps = self._steps
         self._guard(self._note_first_batch)
+        self._guard(self._note_unused)
         if self._steps <= HELD_STEPS:
             self._hold()
         if not self._kept.done:
@@ -238,6 +242,13 @@ class BehaviourWatch:
             if getattr(module, "require_backward_grad_sync", None):
                 self._synchronised[id(module)] = self._synchronised.get(id(module), 0) + 1
 
+    def _note_unused(self) -> None:
+        """At the end of a step: which parameters have no gradient may differ from step to step."""
+        for module in self._subject.modules if self._subject is not None else ():
+            if getattr(module, "find_unused_parameters", False):
+                unused = (id(one) for one in module.parameters() if one.requires_grad and one.grad is None)
+                self._without_gradient.setdefault(id(module), set()).update(unused)
+
     def _iterator(self, loader: DataLoader[object]) -> None:
         if self._subject is None or loader not in self._subject.loaders:
             return
@@ -279,7 +290,6 @@ class BehaviourWatch:
             clips=update.clips(),
             schedulers=update.schedulers(_scheduler_warned()),
             idle_schedulers=update.idle_schedulers(self._schedulers),
-            optimizers=len(update.optimizers),
             optimizer_dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
             optimizer_lines=update.optimizer_lines,
             outside_optimizer=update.gradients.outside_optimizer(optimizers),
@@ -301,14 +311,13 @@ class BehaviourWatch:
             gradients=update.gradients.gradients(),
             batch_shapes=max(1, len(forward.shapes)),
             example_shapes=forward.shapes[:4],
-            first_dimension=forward.first_dimension,
             padding=forward.padding,
             compiled=self._compile_seen(),
             calls=self._calls.found(),
             times=self._sampler.times(self._steps),
             parallel=self._parallel_seen(list(subject.modules)),
             workers=self._workers_seen(),
-            channels_last=forward.convolutions.timed(2, forward.autocast),
+            channels_last=forward.convolutions.timed(forward.autocast),
             recurrent=forward.recurrent.tried(),
             recomputed_seconds=forward.recomputed_seconds / max(1, self._steps) or None,
             autocast_dtype=forward.autocast,
@@ -318,8 +327,6 @@ class BehaviourWatch:
             seeded=_seeded(torch.initial_seed()),
             denormal_share=self._work.denormal_share if self._work is not None else None,
             denormal_slowdown=self._work.denormal_slowdown if self._work is not None else None,
-            threads=torch.get_num_threads(),
-            loader_workers=max((loader.num_workers for loader in subject.loaders), default=0),
             allocated_bytes=cuda.max_memory_allocated(device) if cuda is not None else None,
             reserved_bytes=cuda.memory_reserved(device) if cuda is not None else None,
             device_allocations=self._device_allocations(),
@@ -360,14 +367,13 @@ class BehaviourWatch:
             kind = type(module).__name__
             if kind not in ("DataParallel", "DistributedDataParallel"):
                 continue
-            unused = sum(1 for one in module.parameters() if one.requires_grad and one.grad is None)
             synchronised = self._synchronised.get(id(module))
             found.append(
                 ParallelSeen(
                     kind=kind,
                     devices=len(getattr(module, "device_ids", None) or ()),
                     find_unused=bool(getattr(module, "find_unused_parameters", False)),
-                    unused_parameters=unused,
+                    unused_parameters=len(self._without_gradient.get(id(module), ())),
                     synchronised_per_step=synchronised / max(1, self._steps) if synchronised is not None else None,
                 )
             )

@@ -56,6 +56,8 @@ class BackwardSeen:
     line: SourceLine
     calls: int
     per_step: float
+    callers: int = 1
+    """From how many places of the script the function with this line was called."""
     retained: int = 0
     """Those with retain_graph=True and without create_graph."""
     retained_needed: int = 0
@@ -136,7 +138,6 @@ class CallSeen:
     seconds: float
     repeated: int = 0
     """Conversions of a tensor that had been converted in the same way before, and had not changed."""
-    to_device: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ class BroadcastSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingSeen:
-    """Integer inputs of embeddings."""
+    """Integer inputs of one embedding."""
 
     share: float
     """Of all positions, those in a run of the padding value at the end (or the start) of a row."""
@@ -245,7 +246,6 @@ class ChannelsLastSeen:
     channels_last_seconds: float
     low_ratio: float
     """The lower end of the confidence interval of how many times as fast channels_last is."""
-    calls_per_step: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,6 @@ class Behaviour:
     clips: tuple[ClipSeen, ...] = ()
     schedulers: tuple[SchedulerSeen, ...] = ()
     idle_schedulers: tuple[IdleSchedulerSeen, ...] = ()
-    optimizers: int = 0
     optimizer_dtypes: tuple[str, ...] = ()
     """Of parameters that optimizers update."""
     optimizer_lines: tuple[SourceLine, ...] = ()
@@ -323,10 +322,8 @@ class Behaviour:
     """Of backward passes in order; None: NaN or infinite. Empty where passes start at several lines."""
     gradients: tuple[GradientsSeen, ...] = ()
     batch_shapes: int = 1
-    """Different shapes of the inputs of outermost modules in training."""
+    """Different shapes of a model's inputs in training: the most at one line."""
     example_shapes: tuple[str, ...] = ()
-    first_dimension: int | None = None
-    """Samples in a training batch: the median of the first dimension."""
     padding: PaddingSeen | None = None
     compiled: CompileSeen | None = None
     calls: tuple[CallSeen, ...] = ()
@@ -348,8 +345,6 @@ class Behaviour:
     denormal_share: float | None = None
     """Of the fp32 values of one step's operators; see Observed."""
     denormal_slowdown: float | None = None
-    threads: int = 1
-    loader_workers: int = 0
     allocated_bytes: int | None = None
     """Peak of torch's CUDA allocator in the window."""
     reserved_bytes: int | None = None

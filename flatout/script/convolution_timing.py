@@ -70,8 +70,8 @@ class ConvolutionTimer:
             )
         ] += 1
 
-    def timed(self, steps: int, autocast: str) -> ChannelsLastSeen | None:
-        """steps: those in which `note` was called. None: there were no convolutions, or no time for enough pairs."""
+    def timed(self, autocast: str) -> ChannelsLastSeen | None:
+        """None: there were no convolutions, or no time for enough pairs."""
         import torch
 
         chosen = sorted(self._calls, key=lambda one: -one.products * self._calls[one])[:MOST_LAYERS]
@@ -97,7 +97,6 @@ class ConvolutionTimer:
             contiguous_seconds=sorted(seconds[0])[PAIRS // 2],
             channels_last_seconds=sorted(seconds[0])[PAIRS // 2] / compared.ratio,
             low_ratio=compared.low,
-            calls_per_step=sum(self._calls.values()) / max(1, steps),
         )
 
 

@@ -18,6 +18,7 @@ from flatout.levers.compile import repeated_blocks, shapes_of
 from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
+from flatout.precision.matmul import current_matmul_precision
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
 from flatout.torch_private.attributes import COMPILED_CALL
@@ -93,7 +94,7 @@ def observe(
         autocast_in_script=watch.saw_autocast,
         scaler_in_script=watch.saw_scaler,
         compiled_in_script=watch.saw_compile,
-        matmul_precision=torch.get_float32_matmul_precision(),
+        matmul_precision=current_matmul_precision(),
         flush_denormals=bool((torch.tensor([1e-40]) * 0.5 == 0).all()),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         names_device=names_device(getattr(sys.modules.get("__main__"), "__file__", None)),
@@ -243,5 +244,4 @@ def _is_channels_last(weight: Tensor) -> bool:
 
 def allows_tf32() -> bool:
     """May this process's fp32 products run as TF32?"""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.get_float32_matmul_precision() != "highest"
+    return "torch" in sys.modules and current_matmul_precision() != "highest"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
+from flatout.parameters import own_part
 from flatout.script.behaviour_seen import ForwardSeen, MadeSeen, PaddingSeen
 from flatout.script.compile_seen import never_compiled
 from flatout.script.convolution_timing import ConvolutionTimer
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 
 MOST_SHAPES = 64
 MOST_OUTPUTS = 8
+MOST_EMBEDDINGS, MOST_BATCHES = 16, 64
 LEAST_TOKENS = 4
 """Shorter rows are no sequences."""
 AVERAGED_STATISTICS = "/torch/optim/swa_utils.py"
+CHECKPOINTING = "/torch/utils/checkpoint.py"
 Call = Callable[..., object]
 
 
@@ -43,6 +46,8 @@ class _Calls:
     seconds: float = 0.0
     weights: bool = True
     recalibrates: bool = False
+    shapes: Counter[str] = field(default_factory=Counter)
+    """Of its inputs, where it builds a graph."""
 
 
 class _Use:
@@ -68,6 +73,8 @@ class _Made:
     module: weakref.ref[nn.Module]
     kind: str
     place: tuple[str, int]
+    weights: bool = False
+    """Had it parameters when it was called?"""
 
 
 @dataclass
@@ -87,14 +94,12 @@ class ForwardWatch:
         self._run: Counter[tuple[int, tuple[str, int], bool, bool]] = Counter()
         self._layers: dict[int, tuple[str, ...]] = {}
         self._made: list[_Made] = []
+        self._new: dict[int, _Made] = {}
+        """The same by the id of the module."""
         self._made_at: dict[tuple[str, int], _MadeAt] = {}
-        self._shapes: Counter[str] = Counter()
-        self._first_dimensions: list[int] = []
-        self._padding: list[tuple[int, int, int, bool]] = []
+        self._padding: dict[int, list[tuple[int, int, int, bool]]] = {}
         self._depth = 0
         self._on = False
-        self._hooks: list[Callable[[], None]] = []
-        self._seen_embeddings: set[int] = set()
         self.in_backward = False
         self.convolutions, self.recurrent = ConvolutionTimer(), RecurrentLayers()
         self.recomputed_seconds = 0.0
@@ -116,9 +121,6 @@ class ForwardWatch:
     def stop(self) -> None:
         self._on = False
         self._patches.undo()
-        for remove in self._hooks:
-            remove()
-        self._hooks.clear()
 
     def interrupted(self) -> None:
         """A backward pass or an optimizer step: calls before it and after it are not in a row."""
@@ -129,13 +131,23 @@ class ForwardWatch:
 
     def _wrap_call(self, original: Call) -> Call:
         import torch
+        from torch import nn
 
         from flatout.torch_private.dispatch import transform_level
 
         watch, compiling = self, torch.compiler.is_compiling
+        followed = (nn.Embedding, nn.Conv2d, nn.LSTM)
 
+        # Layers are seen here and not by hooks of theirs, which a copy of the model, or a file that it is saved to,
+        # would hold with all that they lead to.
         def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
-            if compiling() or not watch._on or watch._depth or transform_level() is not None:
+            if compiling() or not watch._on:
+                return original(self, *args, **kwargs)
+            if watch._depth:
+                if isinstance(self, followed) or id(self) in watch._new:
+                    watch._inner(self, args)
+                return original(self, *args, **kwargs)
+            if transform_level() is not None:
                 return original(self, *args, **kwargs)
             try:
                 return watch._outermost(original, self, args, kwargs)
@@ -143,8 +155,14 @@ class ForwardWatch:
                 leave_no_frame(error)
                 raise
 
-        never_compiled(__call__, self._outermost)
+        never_compiled(__call__, self._outermost, self._inner)
         return __call__
+
+    def _inner(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        from flatout.torch_private.dispatch import transform_level
+
+        if not self.in_backward and transform_level() is None:
+            self._guard(lambda: self._look_at(module, args))
 
     def _outermost(
         self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -162,7 +180,8 @@ class ForwardWatch:
         finally:
             self._depth -= 1
             seconds = time.perf_counter() - began
-            if self.in_backward:  # recomputation stops by an exception as soon as it has what it needs
+            # Recomputation stops by an exception as soon as it has what it needs.
+            if self.in_backward and self._places.passes_through(CHECKPOINTING):
                 self.recomputed_seconds += seconds
         if not self.in_backward:
             self._guard(lambda: self._after(module, args, kwargs, result, place, seconds))
@@ -174,7 +193,9 @@ class ForwardWatch:
         def __init__(self: nn.Module, *args: object, **kwargs: object) -> None:
             original(self, *args, **kwargs)
             if watch._depth and watch._on and not watch.in_backward and len(watch._made) < 256:
-                watch._made.append(_Made(weakref.ref(self), type(self).__name__, watch._places.here(2)))
+                made = _Made(weakref.ref(self), type(self).__name__, watch._places.here(2))
+                watch._made.append(made)
+                watch._new[id(self)] = made
 
         return __init__
 
@@ -182,7 +203,6 @@ class ForwardWatch:
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         import torch
-        from torch import nn
 
         if torch.is_grad_enabled() and self.training_began is None:
             self.training_began = time.perf_counter()
@@ -191,38 +211,32 @@ class ForwardWatch:
             kind = first.device.type if first is not None else "cpu"
             if torch.is_autocast_enabled(kind):
                 self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        if self.steps > 3 or id(module) in self._seen_embeddings:
-            return
-        self._seen_embeddings.add(id(module))
-        embeddings = [one for one in module.modules() if isinstance(one, nn.Embedding)]
-        for one in embeddings[:2]:
-            self._hooks.append(one.register_forward_pre_hook(self._note_tokens).remove)
-        for each in module.modules():
-            if isinstance(each, nn.Conv2d):
-                self._hooks.append(each.register_forward_pre_hook(self._note_convolution).remove)
-            elif isinstance(each, nn.LSTM):
-                self._hooks.append(each.register_forward_pre_hook(self._note_recurrent).remove)
+        self._look_at(module, args)
 
-    def _note_tokens(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if self._on and args:
-            self._guard(lambda: self._add_padding(module, args[0]))
+    def _look_at(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """A module is called, by the script or by another module."""
+        from torch import nn
 
-    def _note_convolution(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if self._on and self.steps <= 1 and not self.in_backward:
-            self._guard(lambda: self.convolutions.note(module, args))
-
-    def _note_recurrent(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if self._on and self.steps <= 1 and not self.in_backward:
-            self._guard(lambda: self.recurrent.note(module))
+        made = self._new.get(id(module))
+        if made is not None and made.module() is module:
+            made.weights = any(True for _ in module.parameters())
+        if isinstance(module, nn.Embedding) and args:
+            self._add_padding(module, args[0])
+        elif isinstance(module, nn.Conv2d) and self.steps <= 1:
+            self.convolutions.note(module, args)
+        elif isinstance(module, nn.LSTM) and self.steps <= 1:
+            self.recurrent.note(module)
 
     def _add_padding(self, module: nn.Module, tokens: object) -> None:
         from torch import Tensor, is_grad_enabled
 
         if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < LEAST_TOKENS:
             return
-        if not is_grad_enabled() or len(self._padding) >= 64:
+        if not is_grad_enabled() or (id(module) not in self._padding and len(self._padding) >= MOST_EMBEDDINGS):
             return
-        self._padding.append(padding_of(tokens.detach(), getattr(module, "padding_idx", None)))
+        batches = self._padding.setdefault(id(module), [])
+        if len(batches) < MOST_BATCHES:
+            batches.append(padding_of(own_part(tokens.detach()), getattr(module, "padding_idx", None)))
 
     def _after(
         self,
@@ -253,26 +267,22 @@ class ForwardWatch:
             use = _Use(calls)
             for tensor in with_graph:
                 tensor.register_hook(use.fire)
-            self._note_shapes(args, kwargs)
+            self._note_shape(calls, args, kwargs)
         self._note_made()
 
-    def _note_shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _note_shape(self, calls: _Calls, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         from torch import Tensor
 
         first = next((one for _, one in tensors_in((args, kwargs)) if isinstance(one, Tensor)), None)
-        if first is not None and first.ndim:
-            if len(self._shapes) < MOST_SHAPES:
-                self._shapes[str(list(first.shape))] += 1
-            if len(self._first_dimensions) < 1024:
-                self._first_dimensions.append(int(first.shape[0]))
+        if first is not None and first.ndim and len(calls.shapes) < MOST_SHAPES:
+            calls.shapes[str(list(first.shape))] += 1
 
     def _note_made(self) -> None:
         made, self._made = self._made, []
+        self._new.clear()
         for one in made:
-            module = one.module()
-            if module is None or any(True for _ in module.parameters()):  # gone again: it was used and dropped
-                if module is None and not _has_weights_by_kind(one.kind):
-                    continue
+            module = one.module()  # None: it was used and dropped
+            if one.weights or (module is not None and any(True for _ in module.parameters())):
                 at = self._made_at.setdefault(one.place, _MadeAt(one.kind))
                 at.made += 1
                 at.steps.add(self.steps)
@@ -308,28 +318,17 @@ class ForwardWatch:
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        return tuple(shape for shape, _ in self._shapes.most_common())
-
-    @property
-    def first_dimension(self) -> int | None:
-        ordered = sorted(self._first_dimensions)
-        return ordered[len(ordered) // 2] if ordered else None
+        """Of the inputs of that model, at that line, whose inputs had the most: those of others say nothing of it."""
+        each = [one.shapes for one in self._calls.values() if one.weights]
+        most = max(each, key=len, default=Counter[str]())
+        return tuple(shape for shape, _ in most.most_common())
 
     @property
     def padding(self) -> PaddingSeen | None:
-        positions = sum(one[1] for one in self._padding)
-        if not positions:
-            return None
-        values = Counter(one[2] for one in self._padding if one[0])
-        if len(values) != 1:
-            return None  # nothing, or another value in each batch: these are no paddings
-        padded = sum(one[0] for one in self._padding)
-        return PaddingSeen(
-            share=padded / positions,
-            value=next(iter(values)),
-            positions=positions,
-            from_padding_idx=all(one[3] for one in self._padding),
-        )
+        """Of the embedding with the most positions: the rest of the model computes with as many."""
+        each = [_padding_seen(batches) for batches in self._padding.values()]
+        most = max(each, key=lambda one: (one.positions, one.share), default=None)
+        return most if most is not None and most.share else None
 
 
 def mode_layers(module: nn.Module) -> tuple[str, ...]:
@@ -348,12 +347,6 @@ def mode_layers(module: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _has_weights_by_kind(kind: str) -> bool:
-    """Of a module that is gone already."""
-    weighty = ("Linear", "Conv", "Embedding", "LSTM", "GRU", "RNN", "Norm", "Attention", "Transformer", "Bilinear")
-    return any(part in kind for part in weighty)
-
-
 def padding_of(tokens: Tensor, padding_idx: int | None) -> tuple[int, int, int, bool]:
     """(padded positions, positions, padding value, does the layer name it?) of a batch of token ids.
 
@@ -369,3 +362,16 @@ def padding_of(tokens: Tensor, padding_idx: int | None) -> tuple[int, int, int, 
         if int(padded.sum()) >= max(2, tokens.shape[0] // 4) and len(set(runs.tolist())) >= 3:
             return int(runs[padded].sum()), positions, value, False
     return 0, positions, 0, False
+
+
+def _padding_seen(batches: Sequence[tuple[int, int, int, bool]]) -> PaddingSeen:
+    """Of the batches of one embedding, as `padding_of` describes them."""
+    positions = sum(one[1] for one in batches)
+    values = {one[2] for one in batches if one[0]}
+    padded = sum(one[0] for one in batches) if len(values) == 1 else 0  # another value in each batch is no padding
+    return PaddingSeen(
+        share=padded / max(1, positions),
+        value=next(iter(values), 0),
+        positions=positions,
+        from_padding_idx=all(one[3] for one in batches),
+    )

@@ -1,4 +1,8 @@
-"""Sizes of gradients by layer, whether the weights move, and which parameters no optimizer updates."""
+"""Sizes of gradients by layer, whether the weights move, and which parameters no optimizer updates.
+
+Of parameters that are spread over ranks (FSDP2) only this rank's part is read: the whole would take collectives, in
+which no other rank takes part.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flatout.parameters import own_part
 from flatout.script.behaviour_seen import GradientsSeen, LayerGradients, ParametersSeen
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ class GradientWatch:
     def reach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters that the graph of a loss leads to."""
         for one in parameters:
-            if id(one) not in self._reached and len(self._reached) < MOST_REACHED:
+            if id(one) not in self._reached and len(self._reached) < MOST_REACHED and _is_there(one):
                 self._reached[id(one)] = weakref.ref(one), _part(one).clone()
 
     def measure(self, modules: Iterable[nn.Module], optimizer: Optimizer | None, held: set[int]) -> None:
@@ -97,7 +102,7 @@ class GradientWatch:
             norm = float(gradient.norm())
             finite = norm == norm and norm != float("inf")
             worst = worst or ("" if finite else name)
-            rms.append(norm / one.numel() ** 0.5 if finite else 0.0)
+            rms.append(norm / max(1, own_part(one).numel()) ** 0.5 if finite else 0.0)
             squares += norm * norm if finite else 0.0
         if worst:
             steps, first = self._nonfinite.get(identity, (0, worst))
@@ -213,15 +218,22 @@ def _is_list(value: object) -> bool:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:MOST_NUMBERS]
+    return own_part(tensor.detach()).reshape(-1)[:MOST_NUMBERS]
+
+
+def _is_there(parameter: Tensor) -> bool:
+    """Has it memory? What FSDP2 gathers from all ranks has none between the passes."""
+    own = own_part(parameter.detach())
+    return own.numel() == 0 or own.untyped_storage().nbytes() > 0
 
 
 def _values(gradient: Tensor | None) -> Tensor | None:
-    """What is there of a sparse one."""
-    return gradient.coalesce().values() if gradient is not None and gradient.is_sparse else gradient
+    """What is here of one that is spread over ranks, and what is there of a sparse one."""
+    own = None if gradient is None else own_part(gradient.detach())
+    return own.coalesce().values() if own is not None and own.is_sparse else own
 
 
 def _norm(weights: Sequence[Tensor]) -> float:
     """Of all together; 0 where they are not finite."""
-    norm = math.hypot(*(float(one.detach().norm()) for one in weights))
+    norm = math.hypot(*(float(own_part(one.detach()).norm()) for one in weights))
     return norm if math.isfinite(norm) else 0.0

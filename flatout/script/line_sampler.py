@@ -72,6 +72,9 @@ class LineSampler:
         self.evaluates: Callable[[], bool] = lambda: False
         """Is the script evaluating now? What its lines compute with tensors then is not in the profiled steps, so it
         cannot be told from their Python."""
+        self.waits: Callable[[], bool] = lambda: False
+        """Does the script read a value from a GPU now? Then the time is that of what the GPU has still to do, whatever
+        the line does with the value."""
         self.paused = False
 
     def start(self) -> None:
@@ -88,10 +91,6 @@ class LineSampler:
         self._sampler = None
         if sys.getswitchinterval() == SWITCH_SECONDS:
             sys.setswitchinterval(self._switch_seconds)
-
-    @property
-    def seconds(self) -> float:
-        return sum(one.seconds for one in self._sums.values())
 
     def times(self, steps: int) -> tuple[LineTime, ...]:
         """The lines with the most time. steps: training steps in the window."""
@@ -141,6 +140,8 @@ class LineSampler:
         activity = _activity(below, above)
         if activity == "script" and self.evaluates():
             activity = "model"
+        elif activity in ("script", "logging", "plotting", "disk") and self.waits():
+            activity = "torch"
         sums = self._sums.setdefault((*place, activity), _Sums())
         sums.seconds += seconds
         sums.samples += 1

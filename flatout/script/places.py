@@ -26,6 +26,15 @@ class Places:
         frame = self.users_frame(sys._getframe(depth))
         return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
+    def callers(self, depth: int = 1) -> tuple[tuple[str, int], ...]:
+        """(file, line) of all frames of the script, the innermost first, `depth` frames up from the caller."""
+        found = []
+        frame = self.users_frame(sys._getframe(depth))
+        while frame is not None:
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = self.users_frame(frame.f_back)
+        return tuple(found)
+
     def users_frame(self, frame: FrameType | None) -> FrameType | None:
         while frame is not None and not self.is_users(frame.f_code.co_filename):
             frame = frame.f_back

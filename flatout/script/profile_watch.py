@@ -258,6 +258,9 @@ class ProfileWatch:
         if self._device is not None:
             self._device.synchronize()
         self._recording = self._window.stop(steps=max(0, len(self._marks) - 1))
+        self._obstacle = self._window.obstacle
+        if self._recording is None:  # the script started a profiler of its own meanwhile
+            self._marks.clear()
         if self._trace and len(self._marks) > 1:
             self._window.export(Path(self._trace))
             self._has_trace = True
@@ -327,6 +330,8 @@ class ProfileWatch:
         }
 
     def _flops(self, follower: OperatorFollower) -> float | None:
+        if follower.incomplete:
+            return None
         return sum(one.flops for one in follower.operators if one.flops is not None) or None
 
     def _windows(self) -> Windows:

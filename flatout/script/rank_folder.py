@@ -40,13 +40,18 @@ def launchers_folder() -> Path | None:
     return folder
 
 
+def records_of_others(folder: Path, own_rank: int) -> tuple[ProcessRecord, ...]:
+    """Of the other ranks of this start, as they are now."""
+    return tuple(one for one in read_records(folder) if one.rank != own_rank)
+
+
 def last_records(folder: Path, own_rank: int) -> tuple[ProcessRecord, ...]:
-    """Of the other ranks of this start, once they have ended; or soon, as they are then."""
+    """The same once they have ended; or soon, as they are then."""
     until = time.monotonic() + END_SECONDS
     while True:
-        others = [one for one in read_records(folder) if one.rank != own_rank]
+        others = records_of_others(folder, own_rank)
         if not _go_on(others) or time.monotonic() >= until:
-            return tuple(others)
+            return others
         time.sleep(POLL_SECONDS)
 
 

@@ -2,12 +2,13 @@
 
     XDG_RUNTIME_DIR/flatout-runs/run-PID-START         else below the temporary folder
 
-Only names and times are read here, because every run does this before it starts.
+Hardly more than names and times is read here, because every run does this before it starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import stat
 import time
 from pathlib import Path
 
-from flatout.machine.processes import process_condition, process_started
+from flatout.machine.processes import pid_namespace, process_condition, process_started
 
 STATE = "state.json"
 NAME = re.compile(r"run-(\d+)-(\d+)")
@@ -55,16 +56,29 @@ def remove_old(parent: Path) -> None:
 
 
 def old_folders(parent: Path, *, kept_seconds: float = KEPT_SECONDS) -> list[Path]:
-    """What `remove_old` would remove: never the folder of a process that runs."""
+    """What `remove_old` would remove: never the folder of a process that runs. One of another container stays for an
+    hour in any case, as its process cannot be seen from here."""
     found = []
     for folder in run_folders(parent):
         match = NAME.fullmatch(folder.name)
         with contextlib.suppress(OSError):
             age = time.time() - max(path.stat().st_mtime for path in (folder, folder / STATE) if path.exists())
             fresh = 0 <= age < kept_seconds  # a clock that was set back makes it negative
-            if match is not None and not fresh and process_condition(int(match[1]), match[2]) == "gone":
+            if match is None or fresh or process_condition(int(match[1]), match[2]) != "gone":
+                continue
+            if age >= KEPT_SECONDS or not _is_elsewhere(folder):
                 found.append(folder)
     return found
+
+
+def _is_elsewhere(folder: Path) -> bool:
+    """Does its process have its number in another container?"""
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            namespace = json.loads(path.read_text(encoding="utf-8")).get("pid_namespace")
+            if namespace is not None:
+                return bool(namespace != pid_namespace())
+    return False
 
 
 def _check_private(folder: Path) -> None:

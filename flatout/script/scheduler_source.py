@@ -21,6 +21,8 @@ READS = ("get_last_lr", "get_lr", "state_dict", "load_state_dict", "last_epoch",
 """What is asked of a scheduler without stepping it."""
 LOOKUPS = ("locals", "globals", "vars", "eval", "exec", "getattr")
 """They reach names that the source does not show."""
+PLAIN_BASES = ("object", "Module", "ABC")
+"""Classes outside of the script that step no scheduler."""
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -32,8 +34,12 @@ def unused_schedulers(trees: Mapping[str, ast.Module]) -> list[tuple[str, ast.Ca
     if any(isinstance(node, ast.Name) and node.id in LOOKUPS for node in nodes):
         return []
     used = _used_names(nodes)
+    elsewhere = _kept_by_other_classes(nodes)
     return [
-        (file, call) for file, tree in trees.items() for name, call in _made(tree) if name is None or name not in used
+        (file, call)
+        for file, tree in trees.items()
+        for name, call in _made(tree)
+        if name not in used and call not in elsewhere
     ]
 
 
@@ -45,14 +51,25 @@ def _made(tree: ast.Module) -> Iterator[tuple[str | None, ast.Call]]:
             yield None, node.value
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and _makes_scheduler(node.value):
             assert isinstance(node.value, ast.Call)
-            name = _last_part(node.targets[0])
+            name = last_part(node.targets[0])
             if name:
                 yield name, node.value
 
 
+def optimizers_of(tree: ast.Module) -> dict[str, str]:
+    """Name of each scheduler that is made here -> name of the optimizer that it is made with, both without what they
+    are attributes of."""
+    return {name: optimizer for name, call in _made(tree) if name and (optimizer := _optimizer_given(call))}
+
+
+def _optimizer_given(call: ast.Call) -> str:
+    given = call.args[:1] or [one.value for one in call.keywords if one.arg == "optimizer"]
+    return last_part(given[0]) if given else ""
+
+
 def _makes_scheduler(node: ast.expr) -> bool:
     """A given last_epoch goes on from elsewhere."""
-    if not isinstance(node, ast.Call) or _last_part(node.func) not in SCHEDULERS:
+    if not isinstance(node, ast.Call) or last_part(node.func) not in SCHEDULERS:
         return False
     return not any(one.arg in (None, "last_epoch") for one in node.keywords)
 
@@ -61,27 +78,65 @@ def _used_names(nodes: list[ast.AST]) -> set[str]:
     """Last parts of names that are read for anything but READS; `lr_scheduler.StepLR` is the module."""
     only_read = {node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in (*READS, *SCHEDULERS)}
     return {
-        _last_part(node)
+        last_part(node)
         for node in nodes
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load) and node not in only_read
     }
+
+
+def _kept_by_other_classes(nodes: list[ast.AST]) -> set[ast.expr]:
+    """What becomes an attribute that code outside of the files may step: of an object whose class is not known, or
+    derives from one of a library, such as a Trainer."""
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    own = {
+        inner
+        for kind in classes.values()
+        if _is_whole(kind, classes)
+        for inner in ast.walk(kind)
+        if isinstance(inner, ast.Assign) and _is_of_self(inner.targets[0])
+    }
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute) and node not in own
+    }
+
+
+def _is_of_self(target: ast.expr) -> bool:
+    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+
+
+def _is_whole(kind: ast.ClassDef, classes: Mapping[str, ast.ClassDef], below: tuple[str, ...] = ()) -> bool:
+    """Is all that its methods do in the files?"""
+    below = (*below, kind.name)
+    return all(
+        last_part(base) in PLAIN_BASES
+        or (
+            isinstance(base, ast.Name)
+            and base.id in classes
+            and base.id not in below
+            and _is_whole(classes[base.id], classes, below)
+        )
+        for base in kind.bases
+    )
 
 
 def first_in_epochs(tree: ast.Module) -> Iterator[tuple[ast.stmt, ast.stmt]]:
     """(the scheduler's step, the statement in which the optimizer steps many times) of loops over epochs in which the
     first stands before the second. A step that is told its epoch is meant to come first."""
     schedulers = {name for name, _ in _made(tree) if name}
-    names = _OptimizerSteps(tree)
+    names, optimizers = _OptimizerSteps(tree), optimizers_of(tree)
     for node in ast.walk(tree):
         if not isinstance(node, _LOOPS) or names.before(node):
             continue
-        early: ast.stmt | None = None
+        early: tuple[str, ast.stmt] | None = None
         for statement in node.body:
-            if early is None and _is_step_of(statement, schedulers):
-                early = statement
+            name = _stepped_name(statement)
+            if early is None and name in schedulers:
+                early = name, statement
             elif names.many(statement):
-                if early is not None:
-                    yield early, statement
+                if early is not None and not names.are_others(statement, optimizers.get(early[0])):
+                    yield early[1], statement
                 break
             elif names.some(statement):
                 break
@@ -94,14 +149,14 @@ class _OptimizerSteps:
         self._tree = tree
         self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)}
         made = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1)
-        self._optimizers = {_last_part(node.targets[0]) for node in made if _is_of_torch_optim(node.value)}
+        self._optimizers = {last_part(node.targets[0]) for node in made if _is_of_torch_optim(node.value)}
 
     def some(self, node: ast.AST, depth: int = 3) -> bool:
         """Does it step an optimizer, itself or in a function of the file that it calls?"""
         for one in ast.walk(node):
             if not isinstance(one, ast.Call):
                 continue
-            function = self._functions.get(_last_part(one.func))
+            function = self._functions.get(last_part(one.func))
             if self._is_step(one) or (function is not None and depth and self.some(function, depth - 1)):
                 return True
         return False
@@ -111,7 +166,7 @@ class _OptimizerSteps:
         for one in ast.walk(statement):
             if isinstance(one, _LOOPS) and self.some(one):
                 return True
-            function = self._functions.get(_last_part(one.func)) if isinstance(one, ast.Call) and depth else None
+            function = self._functions.get(last_part(one.func)) if isinstance(one, ast.Call) and depth else None
             if function is not None and any(self.many(inner, depth - 1) for inner in function.body):
                 return True
         return False
@@ -125,10 +180,25 @@ class _OptimizerSteps:
                     return any(self.some(one) for one in earlier if not isinstance(one, (*_FUNCTIONS, ast.ClassDef)))
         return False
 
+    def are_others(self, statement: ast.stmt, optimizer: str | None) -> bool:
+        """Are the optimizers that step in it made in this file, and none of them this one? A function may call an
+        optimizer that it is given by another name."""
+        stepped = self._names(statement)
+        return optimizer in self._optimizers and optimizer not in stepped and stepped <= self._optimizers
+
+    def _names(self, node: ast.AST, depth: int = 3) -> set[str]:
+        found: set[str] = set()
+        for one in ast.walk(node):
+            if isinstance(one, ast.Call):
+                function = self._functions.get(last_part(one.func))
+                found |= {_optimizer_stepped(one)} if self._is_step(one) else set()
+                found |= self._names(function, depth - 1) if function is not None and depth else set()
+        return found
+
     def _is_step(self, call: ast.Call) -> bool:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
             return False
-        owner = _last_part(call.func.value)
+        owner = last_part(call.func.value)
         return owner in self._optimizers or any(part in owner.lower() for part in ("opt", "scaler"))
 
 
@@ -136,17 +206,25 @@ def _is_of_torch_optim(node: ast.expr) -> bool:
     """Of `torch.optim.SGD(...)`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
-    return _last_part(node.func.value) == "optim"
+    return last_part(node.func.value) == "optim"
 
 
-def _is_step_of(statement: ast.stmt, schedulers: set[str]) -> bool:
+def _optimizer_stepped(call: ast.Call) -> str:
+    """Of `optimizer.step()` and of `scaler.step(optimizer)`."""
+    assert isinstance(call.func, ast.Attribute)
+    owner = last_part(call.func.value)
+    return last_part(call.args[0]) if "scaler" in owner.lower() and call.args else owner
+
+
+def _stepped_name(statement: ast.stmt) -> str:
+    """'scheduler' of the statement `scheduler.step()`; '' of one with arguments, and of any other."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
-        return False
-    return _last_part(call.func.value) in schedulers and not call.args and not call.keywords
+        return ""
+    return "" if call.args or call.keywords else last_part(call.func.value)
 
 
-def _last_part(node: ast.AST) -> str:
+def last_part(node: ast.AST) -> str:
     """'scheduler' of `self.scheduler`; '' of what is no name."""
     if isinstance(node, ast.Name):
         return node.id

@@ -18,7 +18,8 @@ from typing import Literal
 
 from flatout.decoding import decode
 from flatout.script.behaviour_seen import SourceLine
-from flatout.script.scheduler_source import first_in_epochs, unused_schedulers
+from flatout.script.layer_source import layer_of_torch
+from flatout.script.scheduler_source import first_in_epochs, optimizers_of, unused_schedulers
 
 MOST_FILES = 64
 MOST_FILE_BYTES = 2 << 20
@@ -97,7 +98,8 @@ class SourceFacts:
     kept: tuple[KeptFact, ...] = ()
     layers: tuple[LayerFact, ...] = ()
     scheduler_first: tuple[tuple[SourceLine, SourceLine], ...] = ()
-    """(scheduler's step, optimizer's step) where the first stands before the second in the same block."""
+    """(scheduler's step, step of its optimizer) where the first stands before the second in the same block. Of several
+    optimizers, its own is the one that it is made with."""
     scheduler_first_in_epoch: tuple[tuple[SourceLine, SourceLine], ...] = ()
     """(scheduler's step, statement with the optimizer's steps) where the first stands before the second in the body of
     a loop over epochs."""
@@ -229,6 +231,9 @@ class _Reader:
         self._called = self._functions_called_in_loops()
         self._called_classes = self._classes_called_in_loops()
         self._hooks = self._functions_as_hooks()
+        self._optimizer_of = optimizers_of(self.tree)
+        steppers = {_stepper(node) for node in self._calls}
+        self._optimizers_stepped = {name for name in steppers if name and not _is_schedulers_name(name)}
         self._repeated = {
             _dotted(node.func).rpartition(".")[2] for node in self._calls if self._innermost(node, _LOOPS) is not None
         }
@@ -317,7 +322,7 @@ class _Reader:
                 forward = next(
                     (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "forward"), None
                 )
-                torchs = "" if forward is None else _layer_of_torch(node, forward)
+                torchs = "" if forward is None else layer_of_torch(node, forward)
                 if torchs:
                     yield LayerFact(name=node.name, line=self.line(node), torchs=torchs)
 
@@ -329,18 +334,26 @@ class _Reader:
                     yield from self._scheduler_first_in(block)
 
     def _scheduler_first_in(self, block: list[ast.stmt]) -> Iterator[tuple[SourceLine, SourceLine]]:
-        scheduler: ast.stmt | None = None
+        early: dict[str, ast.stmt] = {}
+        stepped: list[str] = []
         for statement in block:
-            owner = _step_owner(statement)
+            owner = _stepper(statement.value) if isinstance(statement, ast.Expr) else None
             if owner is None:
                 continue
-            if "sched" in owner.lower() or owner.lower().startswith("lr"):
-                scheduler = scheduler or statement
-            elif scheduler is not None:
-                yield self.line(scheduler), self.line(statement)
-                return
+            if _is_schedulers_name(owner):
+                if not any(self._belong_together(owner, one) for one in stepped):
+                    early.setdefault(owner, statement)
             else:
-                return  # the optimizer comes first
+                own = [one for name, one in early.items() if self._belong_together(name, owner)]
+                if own:
+                    yield self.line(own[0]), self.line(statement)
+                    return
+                stepped.append(owner)
+
+    def _belong_together(self, scheduler: str, optimizer: str) -> bool:
+        """Where it is not known what a scheduler is made with, the only optimizer there is."""
+        known = self._optimizer_of.get(scheduler)
+        return len(self._optimizers_stepped) == 1 if known is None else known == optimizer
 
     def loss_divided(self) -> Iterator[SourceLine]:
         for node in self._order:
@@ -511,16 +524,21 @@ def _plain(value: object) -> object:
     return value if isinstance(value, str | int | float | bool) or value is None else repr(value)
 
 
-def _step_owner(statement: ast.stmt) -> str | None:
-    """'scheduler' of the statement `scheduler.step()`, whatever its arguments; `scaler.step(optimizer)` is the
-    optimizer's."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
+def _stepper(call: ast.AST) -> str | None:
+    """'scheduler' of `scheduler.step()`, whatever its arguments, and 'optimizer' of `scaler.step(optimizer)`; None for
+    what is neither a scheduler nor an optimizer, by its name."""
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return None
     owner = _dotted(call.func.value).rpartition(".")[2]
-    return owner if "sched" in owner.lower() or owner.lower().startswith("lr") or "opt" in owner.lower() else (
-        "optimizer" if "scaler" in owner.lower() else None
-    )  # fmt: skip
+    if _is_schedulers_name(owner) or "opt" in owner.lower():
+        return owner
+    if "scaler" not in owner.lower():
+        return None
+    return _dotted(call.args[0]).rpartition(".")[2] if call.args else "optimizer"
+
+
+def _is_schedulers_name(name: str) -> bool:
+    return "sched" in name.lower() or name.lower().startswith("lr")
 
 
 def _is_loss(node: ast.AST) -> bool:
@@ -550,68 +568,3 @@ def _is_detached(node: ast.expr) -> bool:
     """Is it taken out of its graph, or made where there is none?"""
     called = [_dotted(one.func).rpartition(".")[2] for one in ast.walk(node) if isinstance(one, ast.Call)]
     return any(name in ("detach", "numpy", "rand", "randn", "zeros", "ones", "empty", "tensor") for name in called)
-
-
-def _layer_of_torch(kind: ast.ClassDef, forward: ast.FunctionDef) -> str:
-    """The layer of torch.nn that this forward computes; '' where none is recognised."""
-    bases = {_dotted(one).rpartition(".")[2] for one in kind.bases}
-    if "Module" not in bases:
-        return ""
-    attributes = {node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)}
-    names = attributes | {node.id for node in ast.walk(forward) if isinstance(node, ast.Name)}
-    numbers = {node.value for node in ast.walk(forward) if isinstance(node, ast.Constant)}
-    submodules = {
-        _dotted(node.func).rpartition(".")[2]
-        for one in kind.body
-        for node in ast.walk(one)
-        if isinstance(node, ast.Call)
-    }
-    if submodules & {"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"} and "Parameter" not in submodules:
-        return _cell_of_torch(forward, submodules)
-    root = bool(attributes & {"sqrt", "rsqrt"}) or 0.5 in numbers or -0.5 in numbers
-    length = sum(1 for node in ast.walk(forward) if isinstance(node, ast.stmt))
-    if length > 12:
-        return ""
-    if 0.044715 in numbers and "tanh" in names:
-        return "GELU(approximate='tanh')"
-    if attributes & {"var", "std", "var_mean"} and "mean" in attributes | {"mean"} and "Parameter" in submodules:
-        if {"running_mean", "running_var"} & names:
-            return "BatchNorm"
-        return "LayerNorm" if "mean" in attributes or "var_mean" in attributes else ""
-    squares = "square" in attributes or "pow" in attributes or 2 in numbers
-    if (
-        root
-        and squares
-        and "mean" in attributes
-        and "Parameter" in submodules
-        and "rsqrt" in attributes | {"sqrt"} & attributes
-    ):
-        return "LayerNorm" if _subtracts(forward) else "RMSNorm"
-    if "sigmoid" in names and length <= 2 and _is_product(forward):
-        return "SiLU"
-    if names & {"bernoulli", "rand", "rand_like", "empty_like"} and ("training" in attributes) and length <= 8:
-        return "Dropout"
-    if "erf" in names and length <= 3:
-        return "GELU"
-    return ""
-
-
-def _cell_of_torch(forward: ast.FunctionDef, submodules: set[str]) -> str:
-    """A recurrent layer, written as a loop over time."""
-    called = [_dotted(node.func).rpartition(".")[2] for node in ast.walk(forward) if isinstance(node, ast.Call)]
-    loops = [node for node in ast.walk(forward) if isinstance(node, _LOOPS)]
-    sigmoids, tanhs = called.count("sigmoid"), called.count("tanh")
-    if not loops or "Linear" not in submodules:
-        return ""
-    if sigmoids == 3 and tanhs == 2:
-        return "LSTM"
-    return "GRU" if sigmoids == 2 and tanhs == 1 else ""
-
-
-def _subtracts(forward: ast.FunctionDef) -> bool:
-    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) for node in ast.walk(forward))
-
-
-def _is_product(forward: ast.FunctionDef) -> bool:
-    returned = next((node.value for node in ast.walk(forward) if isinstance(node, ast.Return)), None)
-    return isinstance(returned, ast.BinOp) and isinstance(returned.op, ast.Mult)

@@ -89,6 +89,9 @@ class _Mode(ListeningMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        parts = self.by_parts(func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
         out = func(*args, **(kwargs or {}))
         if self._listener.fault is None:
             self._listener.seen(func, args, kwargs or {}, out, self._backward)

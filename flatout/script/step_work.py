@@ -70,6 +70,9 @@ class _WorkMode(ListeningMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        parts = self.by_parts(func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
         out = func(*args, **(kwargs or {}))
         self.operations += 1
         with without_torch_function():  # the script's own modes must not see our operations
@@ -92,6 +95,8 @@ class _WorkMode(ListeningMode):
             return
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
             return
+        if not tensor.untyped_storage().nbytes():
+            return  # FSDP2 frees weights that it has gathered
         values = _sampled(tensor.detach())
         self.looked_at += values.numel()
         self.denormal += int(((values != 0) & (values.abs() < TINY)).sum())

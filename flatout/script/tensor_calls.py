@@ -1,6 +1,7 @@
 """Conversions of tensors, by line of the script.
 
-A conversion counts as repeated where the same tensor, unchanged, was converted to the same before.
+A conversion counts as repeated where the same tensor, unchanged, was converted to the same before. Where the script
+trains on a GPU, these calls and those that read a value are also noted while they last: the host waits in them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flatout.script.behaviour_seen import CallSeen
+from flatout.script.device_calls import ASKING
 from flatout.script.patches import Patches
 from flatout.script.places import Places
 from flatout.tracebacks import leave_no_frame
@@ -29,7 +31,6 @@ class _Sums:
     calls: int = 0
     seconds: float = 0.0
     repeated: int = 0
-    to_device: bool = False
 
 
 class TensorCalls:
@@ -40,16 +41,21 @@ class TensorCalls:
         self._patches = Patches()
         self._sums: dict[tuple[str, tuple[str, int]], _Sums] = {}
         self._converted: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
-        self._on = self._inside = False
+        self._on = self._inside = self._on_gpu = False
         self.own = False
         """Is what is called now a part of the watching?"""
+        self.waiting = False
+        """Is the script in a call that may wait for the GPU?"""
 
-    def start(self) -> None:
+    def start(self, *, on_gpu: bool = False) -> None:
+        """on_gpu: does the script train on one?"""
         import torch
 
-        self._on = True
+        self._on, self._on_gpu = True, on_gpu
         for name in CONVERTING:
             self._patches.replace(torch.Tensor, name, self._wrapper(name))
+        for name in (*ASKING, "__repr__") if on_gpu else ():
+            self._patches.replace(torch.Tensor, name, self._wrap_reading)
 
     def stop(self) -> None:
         self._on = False
@@ -64,17 +70,35 @@ class TensorCalls:
             if not self._on or self._inside or self.own:
                 return original(tensor, *args, **kwargs)
             self._inside, began = True, time.perf_counter()
+            waited, self.waiting = self.waiting, self._on_gpu
             try:
                 result = original(tensor, *args, **kwargs)
             except BaseException as error:
                 leave_no_frame(error)
                 raise
             finally:
-                self._inside = False
+                self._inside, self.waiting = False, waited
             seconds = time.perf_counter() - began
             if result is not tensor:
                 self._guard(lambda: self._note_conversion(name, tensor, result, seconds))
             return result
+
+        return call
+
+    def _wrap_reading(self, original: Call) -> Call:
+        """Of a method that returns a value, or prints it."""
+
+        def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            if not self._on or self.own:
+                return original(tensor, *args, **kwargs)
+            waited, self.waiting = self.waiting, True
+            try:
+                return original(tensor, *args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+            finally:
+                self.waiting = waited
 
         return call
 
@@ -89,7 +113,8 @@ class TensorCalls:
         sums = self._at(name)
         sums.calls += 1
         sums.seconds += seconds
-        sums.to_device |= result.device != tensor.device
+        if tensor.is_inference():
+            return  # it has no version that would tell whether it has changed
         key = (id(tensor), f"{result.dtype} {result.device}")
         known = self._converted.get(key)
         version = tensor._version
@@ -107,7 +132,6 @@ class TensorCalls:
                 calls=one.calls,
                 seconds=one.seconds,
                 repeated=one.repeated,
-                to_device=one.to_device,
             )
             for (method, place), one in self._sums.items()
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from flatout.levers.subject import Subject
+from flatout.parameters import own_part
 from flatout.script.behaviour_seen import (
     BackwardSeen,
     BroadcastSeen,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 Call = Callable[..., object]
 Place = tuple[str, int]
 MOST_EVENTS = 8192
+MOST_CALLERS = 64
 MOST_LOSSES = 5000
 LOSSES_BY_ELEMENT = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 """They broadcast; others refuse shapes that differ."""
@@ -63,6 +65,8 @@ class Event(NamedTuple):
 @dataclass
 class _Backwards:
     calls: int = 0
+    callers: set[tuple[Place, ...]] = field(default_factory=set)
+    """The lines of the script from which each pass was called, from the innermost out."""
     retained: int = 0
     needed: int = 0
     scaled: int = 0
@@ -101,6 +105,8 @@ class _OptimizerState:
         self.since: int | None = None
         """Index of the first event after its last step; None: it has not stepped in the window."""
         self.place: Place = ("", 0)
+        self.by_closure = False
+        """Was its last step given a closure, which runs the backward pass inside of the step?"""
         self.cleared = self.arrived = False
         """Were its gradients empty at some time since its last step, and did new ones arrive?"""
         self.accumulated = self.zeroed = 0
@@ -134,7 +140,7 @@ class UpdateWatch:
         """Before steps alone: torch must not find one more hook, or one less, while it calls those after a step, and
         a window begins and ends there."""
         self._zero_seconds = 0.0
-        self._zeroing = False
+        self._zeroing = self._scheduling = False
         self.zero_place: Place | None = None
         self.zero_fills: bool | None = None
         self.scaler = False
@@ -170,9 +176,8 @@ class UpdateWatch:
         scaler = torch.amp.grad_scaler.GradScaler
         replace(scaler, "scale", noting(self._note_scale))
         replace(scaler, "unscale_", noting(self._note_unscale))
-        for schedule in (LRScheduler, ReduceLROnPlateau):
-            if "step" in vars(schedule):
-                replace(schedule, "step", noting(self._note_schedule))
+        for schedule in _with_own_step([LRScheduler, ReduceLROnPlateau]):
+            replace(schedule, "step", self._wrap_schedule)
 
     def stop(self) -> None:
         self._on = False
@@ -207,7 +212,8 @@ class UpdateWatch:
             if not self._on:
                 return original(*args, **kwargs)
             place = self._here("backward", depth=2)
-            self._guard(lambda: self._note_backward(place, args, kwargs))
+            callers = self._places.callers(2)
+            self._guard(lambda: self._note_backward(place, callers, args, kwargs))
             self.on_backward(True)
             try:
                 return original(*args, **kwargs)
@@ -219,13 +225,17 @@ class UpdateWatch:
 
         return backward
 
-    def _note_backward(self, place: Place, args: Sequence[object], kwargs: dict[str, object]) -> None:
+    def _note_backward(
+        self, place: Place, callers: tuple[Place, ...], args: Sequence[object], kwargs: dict[str, object]
+    ) -> None:
         import torch
         from torch import Tensor
 
         self.anomaly |= torch.is_anomaly_enabled()
         found = self._backwards.setdefault(place, _Backwards())
         found.calls += 1
+        if len(found.callers) < MOST_CALLERS:
+            found.callers.add(callers)
         given = args[0] if args else kwargs.get("tensors")
         root = given[0] if isinstance(given, list | tuple) and given else given
         if not isinstance(root, Tensor):
@@ -238,7 +248,7 @@ class UpdateWatch:
             values = self._losses.setdefault(place, [])
             if len(values) < MOST_LOSSES:
                 pending, self._pending_loss = self._pending_loss, None
-                values.append(float(root.detach()) if pending is None else pending)
+                values.append(float(own_part(root.detach())) if pending is None else pending)
         if found.calls <= REACHED_PASSES:
             self.gradients.reach(parameters_of(root))
             found.graphs += 1
@@ -305,7 +315,7 @@ class UpdateWatch:
 
         return zero_grad
 
-    def _note_clip_of_gradients(self, tensors: object, *args: object, **kwargs: object) -> None:
+    def _note_clip_of_gradients(self, tensors: object = None, *args: object, **kwargs: object) -> None:
         if self._on:
             gradients = {id(one) for one in tensors} if isinstance(tensors, list | tuple) else set()
             about = {
@@ -320,14 +330,17 @@ class UpdateWatch:
         if self._on:
             self._here("clip")
 
-    def _note_loss_by_element(
-        self, predictions: object, targets: object = None, *args: object, **kwargs: object
-    ) -> None:
+    def _note_loss_by_element(self, *args: object, **kwargs: object) -> None:
+        import torch
         from torch import Tensor
 
-        if not self._on or not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
+        predictions = args[0] if args else kwargs.get("input")
+        targets = args[1] if len(args) > 1 else kwargs.get("target")
+        if not self._on or not torch.is_grad_enabled():
             return
-        if predictions.shape != targets.shape:
+        if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
+            return
+        if predictions.shape != targets.shape and not _pairs_are_meant(predictions, targets, kwargs.get("reduction")):
             place = self._places.here(3)
             self._guard(lambda: self._note_broadcast(place, predictions.shape, targets.shape))
 
@@ -359,7 +372,7 @@ class UpdateWatch:
             from torch import Tensor
 
             if isinstance(outputs, Tensor) and outputs.numel() == 1:
-                self._pending_loss = float(outputs.detach())
+                self._pending_loss = float(own_part(outputs.detach()))
 
         self._guard(note)
 
@@ -367,9 +380,25 @@ class UpdateWatch:
         if self._on and scaler.is_enabled():
             self._here("unscale", [id(optimizer)])
 
-    def _note_schedule(self, scheduler: object, *args: object, **kwargs: object) -> None:
+    def _wrap_schedule(self, original: Call) -> Call:
+        def step(scheduler: object, *args: object, **kwargs: object) -> object:
+            if not self._on or self._scheduling:  # one of another one, or of its base class
+                return original(scheduler, *args, **kwargs)
+            self._scheduling = True
+            try:
+                self._note_schedule(scheduler)
+                return original(scheduler, *args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+            finally:
+                self._scheduling = False
+
+        return step
+
+    def _note_schedule(self, scheduler: object) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
-        if self._on and optimizer is not None:
+        if optimizer is not None:
             place = self._here("schedule", [id(optimizer)])
             self._schedules.setdefault(place, _Schedule()).calls += 1
 
@@ -380,10 +409,11 @@ class UpdateWatch:
 
         if self._on and not torch.compiler.is_compiling():
             place = self._places.here(2)
-            self._guard(lambda: self._judge(optimizer, place))
+            by_closure = _has_closure(args, kwargs)
+            self._guard(lambda: self._judge(optimizer, place, by_closure=by_closure))
             self.on_step()
 
-    def _judge(self, optimizer: Optimizer, place: Place) -> None:
+    def _judge(self, optimizer: Optimizer, place: Place, *, by_closure: bool) -> None:
         self.gradients.compare()
         state = self._states.get(id(optimizer))
         if state is None:
@@ -396,10 +426,15 @@ class UpdateWatch:
                 state.zeroed += state.cleared
                 state.accumulated += not state.cleared
         state.cleared = state.arrived = False
-        used = [one.grad for reference in state.followed if (one := reference()) is not None and one.grad is not None]
+        used = [
+            own_part(one.grad)
+            for reference in state.followed
+            if (one := reference()) is not None and one.grad is not None
+        ]
         state.used_zeros = bool(used) and not any(one.is_sparse or bool(one.any()) for one in used)
         state.since = self._first_event + len(self._events)
         state.steps += 1
+        state.by_closure = by_closure
         if state.steps <= EXAMINED_STEPS:
             modules = self._subject.modules if self._subject is not None else ()
             self.gradients.measure(modules, optimizer, state.parameters)
@@ -422,12 +457,16 @@ class UpdateWatch:
             found.before_backward += max(clips) < backwards[0]
             own = [index for index in clips if mine[index].place == place]
             found.before_unscale += scales and own[0] > backwards[0] and not any(one < own[0] for one in unscaled)
+        if state.by_closure:
+            return  # these passes were a part of the last step, so the scheduler that follows is not early
         for index, one in enumerate(mine):
             if one.kind == "schedule" and index > backwards[-1]:
                 self._schedules.setdefault(one.place, _Schedule()).between += 1
 
     def _follow(self, state: _OptimizerState) -> None:
         """See gradients arrive at a few of its parameters."""
+        from torch.utils.hooks import unserializable_hook
+
         with_gradient = [one for one in parameters_in(state.optimizer()) if one.requires_grad and one.grad is not None]
         for parameter in with_gradient[:: max(1, len(with_gradient) // 2)][:2]:
             reference = weakref.ref(parameter)
@@ -437,13 +476,14 @@ class UpdateWatch:
                     self._guard(lambda: self._arrived(state, reference()))
 
             state.followed.append(reference)
-            state.removes.append(parameter.register_hook(arrives).remove)
+            # Otherwise torch warns where the script saves the parameter.
+            state.removes.append(parameter.register_hook(unserializable_hook(arrives)).remove)
 
     def _arrived(self, state: _OptimizerState, parameter: Tensor | None) -> None:
         state.arrived = True
         if not state.cleared and parameter is not None:
             gradient = parameter.grad
-            state.cleared = gradient is None or gradient.is_sparse or not bool(gradient.any())
+            state.cleared = gradient is None or gradient.is_sparse or not bool(own_part(gradient).any())
 
     # what was found
 
@@ -453,6 +493,7 @@ class UpdateWatch:
                 line=self._places.line(place),
                 calls=one.calls,
                 per_step=one.calls / max(1, self.steps),
+                callers=len(one.callers),
                 retained=one.retained - sum(kept.place == place and not kept.needed for kept in self._retained),
                 retained_needed=one.needed,
                 scaled=one.scaled > one.calls / 2,
@@ -527,3 +568,25 @@ class UpdateWatch:
     def zero_seconds(self) -> float:
         """Per step."""
         return self._zero_seconds / max(1, self.steps)
+
+
+def _has_closure(args: object, kwargs: object) -> bool:
+    """Arguments of an optimizer's step, itself included."""
+    given = args[1] if isinstance(args, tuple) and len(args) > 1 else None
+    return callable(kwargs.get("closure") if given is None and isinstance(kwargs, dict) else given)
+
+
+def _pairs_are_meant(predictions: Tensor, targets: Tensor, reduction: object) -> bool:
+    """As for costs of matches or of quantiles: [8, 1] and [1, 8], each with a dimension for the other, and a result by
+    pair. A missing dimension is an oversight whatever is done with the result."""
+    return reduction == "none" and predictions.ndim == targets.ndim
+
+
+def _with_own_step(kinds: Iterable[type]) -> dict[type, None]:
+    """Of these classes and all that derive from them, those that define `step` themselves."""
+    found: dict[type, None] = {}
+    for kind in kinds:
+        if "step" in vars(kind):
+            found[kind] = None
+        found |= _with_own_step(type.__subclasses__(kind))
+    return found

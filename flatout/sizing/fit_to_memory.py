@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from flatout.arguments import as_bytes, as_exactness
@@ -38,6 +38,7 @@ from flatout.sizing.measures import (
 )
 from flatout.sizing.target import find_target, transfer_time
 from flatout.sizing.training import Training, check_batch_size, tell_terminal
+from flatout.train.split import batch_coupled_layers
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes, format_seconds
 
@@ -64,17 +65,14 @@ class Considered:
 
     choices: Choices
     """Plan fields that it adds; empty: the plan as given."""
+    exactness: Exactness
+    """What these measures do to the numbers."""
     peak_bytes: int
     fits: bool
     predicted_ratio: float | None
     """Time of a step over that of the plan as given, the product of the measures' own ratios; None: unknown."""
     step_seconds: float | None = None
     """Of real steps, for the finalists: the median of the quickest of some rounds."""
-
-    @property
-    def exactness(self) -> Exactness:
-        """What these measures do to the numbers."""
-        return exactness_of(self.choices)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -119,8 +117,9 @@ def fit_to_memory(
 
     It adds to the step's own plan: activation checkpointing (block or selective, of all blocks or of some), updates in
     backward, activations that wait in the host's memory (CUDA); where `exactness` allows 'rounding', accumulation over
-    smaller parts and cross-entropy in chunks (`loss = "chunked"`); where it allows 'reduced', bf16 and Adam's moments
-    in 8 bits (with torchao). The rest of the arguments: as for `forecast`.
+    smaller parts (with batch norms, which then see smaller batches: 'reduced') and cross-entropy in chunks
+    (`loss = "chunked"`); where it allows 'reduced', bf16 and Adam's moments in 8 bits (with torchao). The rest of the
+    arguments: as for `forecast`.
 
     `step` stays as it is, bit for bit. To continue under the plan that was found: `step = step.with_plan(found.plan)`.
 
@@ -138,7 +137,9 @@ def fit_to_memory(
     kinds = measures_of(training, target, problem.samples, exactness)
     _check_limit(limit_bytes, given, lower_state=any("optimizer_state" in kind[0] for kind in kinds))
     if given.peak_bytes <= limit_bytes:
-        as_given = Considered(choices={}, peak_bytes=given.peak_bytes, fits=True, predicted_ratio=1.0)
+        as_given = Considered(
+            choices={}, exactness="bit-identical", peak_bytes=given.peak_bytes, fits=True, predicted_ratio=1.0
+        )
         return FitToMemory(
             plan=training.plan,
             forecast=given,
@@ -175,6 +176,7 @@ class _Problem:
         self._forecasts: dict[Key, MemoryForecast] = {}
         self._kinds: list[list[Choices]] = []
         self._ratios: dict[Key, float] = {}
+        self._mixes_samples = bool(batch_coupled_layers(training.model))
 
     def forecast(self, choices: Choices) -> MemoryForecast:
         key = key_of(choices)
@@ -223,7 +225,8 @@ class _Problem:
                 seen.append(made)
                 if made.peak_bytes <= self.limit_bytes:
                     return
-        self._refuse(min(seen, key=lambda one: one.peak_bytes, default=None))
+        if seen:  # where none of them runs, some with fewer measures may
+            self._refuse(min(seen, key=lambda one: one.peak_bytes))
 
     # time
 
@@ -343,6 +346,7 @@ class _Problem:
             kinds = frozenset(choices)
             self.considered[key_of(choices)] = Considered(
                 choices=choices,
+                exactness=exactness_of(choices, mixes_samples=self._mixes_samples),
                 peak_bytes=made.peak_bytes,
                 fits=fits,
                 predicted_ratio=ratio if math.isfinite(ratio) else None,
@@ -374,14 +378,8 @@ class _Problem:
             return fitting[0]
         seconds = self._interleaved(fitting, size)
         for choices, took in zip(fitting, seconds, strict=True):
-            old = self.considered[key_of(choices)]
-            self.considered[key_of(choices)] = Considered(
-                choices=old.choices,
-                peak_bytes=old.peak_bytes,
-                fits=old.fits,
-                predicted_ratio=old.predicted_ratio,
-                step_seconds=took,
-            )
+            key = key_of(choices)
+            self.considered[key] = replace(self.considered[key], step_seconds=took)
         return fitting[seconds.index(min(seconds))]
 
 

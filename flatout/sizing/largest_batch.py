@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flatout.arguments import as_bytes, as_whole_number
-from flatout.data.nested import repeat_batch, tensors_in
+from flatout.data.nested import batch_length, repeat_batch, slice_batch, tensors_in
 from flatout.errors import MachineError, UsageError
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
@@ -20,6 +20,7 @@ from flatout.plan import Plan
 from flatout.sizing.forecasting import forecast_training
 from flatout.sizing.target import available_bytes, find_target
 from flatout.sizing.training import Training, tell_terminal
+from flatout.train.split import batch_coupled_layers
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes
 
@@ -76,8 +77,9 @@ def largest_batch(
     batch: the longest samples that may come; its tensors are repeated to other sizes. limit: of tensors on the CPU, of
     reserved memory on CUDA, a number of bytes or a text such as "2 GiB"; None: what is available now, on the CPU 90 %
     of it. at_most: a size that is large enough. multiple_of: sizes to choose from. global_batch: samples of one
-    optimizer step; the returned plan then splits such a batch into micro-batches of the size found. progress: called
-    with a line before each forecast and try; None: lines on a terminal's standard error.
+    optimizer step; the returned plan then splits such a batch into micro-batches of the size found. Tries then hold the
+    whole of it and accumulate over two parts; later ones hold what the second does. progress: called with a line before
+    each forecast and try; None: lines on a terminal's standard error.
 
     `step` stays as it is, bit for bit: its model, optimizer, counters, levers and the random generators.
 
@@ -91,12 +93,14 @@ def largest_batch(
     if limit_bytes is None:
         limit_bytes = available_bytes(step.model)
     cap = min(at_most or LARGEST_SIZE, global_batch or LARGEST_SIZE) // multiple_of
-    search = _Search(training.under(training.plan.without("micro_batches")), limit_bytes, multiple_of, tell)
+    search = _Search(training, limit_bytes, multiple_of, global_batch, tell)
     found = search.run(max(1, cap))
     plan = training.plan
     if global_batch is not None:
-        parts = -(-global_batch // found.batch_size)
-        plan = plan.with_choice("micro_batches", parts, f"{found.batch_size} samples are the most that fit in one part")
+        reason = f"{found.batch_size} samples are the most that fit in one part"
+        if coupled := batch_coupled_layers(training.model):
+            reason += f"; not exact, as {coupled[0]} mixes the samples of a batch"
+        plan = plan.with_choice("micro_batches", -(-global_batch // found.batch_size), reason)
     return LargestBatch(
         batch_size=found.batch_size,
         peak_bytes=found.peak_bytes,
@@ -108,10 +112,12 @@ def largest_batch(
 
 
 class _Search:
-    """Sizes are counted in units of `multiple_of` samples."""
+    """Sizes are counted in units of `multiple_of` samples. With a global batch they are those of its parts."""
 
-    def __init__(self, training: Training, limit: int, unit: int, tell: Callable[[str], None]) -> None:
-        self.training, self.limit, self.unit, self.tell = training, limit, unit, tell
+    def __init__(
+        self, training: Training, limit: int, unit: int, global_batch: int | None, tell: Callable[[str], None]
+    ) -> None:
+        self.training, self.limit, self.unit, self.global_batch, self.tell = training, limit, unit, global_batch, tell
         self.target = find_target(None, training.model)
         self.tries: list[Try] = []
         self.forecasts: dict[int, int] = {}
@@ -154,7 +160,9 @@ class _Search:
         samples = size * self.unit
         if samples not in self.forecasts:
             self.tell(f"forecasting batch {samples}")
-            self.forecasts[samples] = forecast_training(self.training, self.target, samples).peak_bytes
+            run = self._samples_run(samples)
+            made = forecast_training(self._in_parts(samples), self.target, run)
+            self.forecasts[samples] = made.peak_bytes + self._waiting_bytes(run)
         return self.forecasts[samples]
 
     def _by_forecast(self, cap: int) -> int:
@@ -183,19 +191,39 @@ class _Search:
             guess = int(a + (self.limit - bytes_a) * (b - a) / (bytes_b - bytes_a))
         return min(high - 1, max(low + 1, guess))
 
+    # of a global batch
+
+    def _samples_run(self, samples: int) -> int:
+        """Of a step with parts of that size: at most two of them, as later ones hold what the second does."""
+        return samples if self.global_batch is None else min(self.global_batch, 2 * samples)
+
+    def _in_parts(self, samples: int) -> Training:
+        if self.global_batch is None:
+            return self.training
+        parts = min(2, -(-self.global_batch // samples))
+        return self.training.under(self.training.plan.with_choice("micro_batches", parts, "a try of two parts"))
+
+    def _waiting_bytes(self, run: int) -> int:
+        """Of the global batch's samples that are in none of these parts."""
+        if self.global_batch is None:
+            return 0
+        given = sum(one.nbytes for _, one in tensors_in(self.training.batch))
+        return given * (self.global_batch - run) // self.training.samples
+
     # real tries
 
     def _try(self, size: int) -> Try:
         samples = size * self.unit
         self.tell(f"trying batch {samples}: {STEPS_A_TRY} steps and an evaluation")
         run = LimitedRun(self.target.name, self.limit)
-        with self.training.under(_for_a_try(self.training.plan)).on_same_memory() as own:
+        tried = self._in_parts(samples)
+        with tried.under(_for_a_try(tried.plan)).on_same_memory() as own:
             try:
                 with run:
                     run.hold(own.held())
-                    batch = repeat_batch(own.batch, samples)
+                    batch = repeat_batch(own.batch, self.global_batch or samples)
                     run.hold(one for _, one in tensors_in(batch))
-                    _take_steps(own, batch)
+                    _take_steps(own, batch, self._samples_run(samples), samples)
                 fitted = True
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -231,18 +259,23 @@ def _for_a_try(plan: Plan) -> Plan:
     return plan.with_choice("out_of_memory", "raise", "a try must not split")
 
 
-def _take_steps(own: Training, batch: object) -> None:
+def _take_steps(own: Training, batch: object, trained: int, evaluated: int) -> None:
+    """On the first samples of the batch."""
     import torch
 
     step = own.make_step()
     try:
         for _ in range(STEPS_A_TRY):
-            step(batch)
+            step(_first(batch, trained))
         own.model.eval()
         with torch.no_grad():
-            own.loss_fn(own.model, batch)
+            own.loss_fn(own.model, _first(batch, evaluated))
     finally:
         step.close()
+
+
+def _first(batch: object, samples: int) -> object:
+    return batch if batch_length(batch) == samples else slice_batch(batch, 0, samples)
 
 
 def _check_sizes(at_most: int | None, multiple_of: int, global_batch: int | None) -> None:

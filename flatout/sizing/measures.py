@@ -7,19 +7,26 @@ from collections.abc import Iterator
 
 from flatout.levers.chunked_loss import LEAST_CLASSES, widest_output
 from flatout.levers.compile import repeated_blocks
+from flatout.levers.in_backward import hook_obstacle, optimizer_obstacle
 from flatout.levers.low_bit import REMEDY, low_bit_obstacle
 from flatout.memory.forecast import Target
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, allowed, contradiction, declared, worst
 from flatout.sizing.training import Training
+from flatout.train.split import batch_coupled_layers
 
 Choices = dict[str, str | int]
 """Plan fields that a combination of measures adds."""
 Key = tuple[tuple[str, str | int], ...]
 
 
-def exactness_of(choices: Choices) -> Exactness:
-    """That of the least exact among them. (Accumulation changes more where layers mix a batch's samples.)"""
+def exactness_of(choices: Choices, *, mixes_samples: bool) -> Exactness:
+    """That of the least exact among them.
+
+    mixes_samples: do layers of the model? Then accumulation trains another model, with statistics of smaller batches.
+    """
+    if mixes_samples and "micro_batches" in choices:
+        return "reduced"
     return worst(declared()[name].exactness for name in choices)
 
 
@@ -44,9 +51,11 @@ def measures_of(training: Training, target: Target, samples: int, exactness: Exa
     if plan.micro_batches is None and samples > 1:
         parts = [count for count in (2, 4, 8, 16, 32) if count <= samples]
         kinds.append([{"micro_batches": count} for count in parts])
-    if plan.optimizer_in_backward is None and not contradict({"optimizer_in_backward": True}, plan):
-        kinds.append([{"optimizer_in_backward": True}])
-    return [kind for kind in kinds if allowed(exactness_of(kind[0]), exactness)]
+    updates: Choices = {"optimizer_in_backward": True}
+    if plan.optimizer_in_backward is None and not contradict(updates, plan) and not _in_backward_obstacle(training):
+        kinds.append([updates])
+    mixes_samples = bool(batch_coupled_layers(training.model))
+    return [kind for kind in kinds if allowed(exactness_of(kind[0], mixes_samples=mixes_samples), exactness)]
 
 
 def left_out(training: Training, target: Target, exactness: Exactness) -> list[str]:
@@ -56,9 +65,19 @@ def left_out(training: Training, target: Target, exactness: Exactness) -> list[s
     if obstacle is not None and training.plan.optimizer_state is None and exactness == "reduced":
         remedy = f" ({REMEDY})" if "torchao" in obstacle else ""
         found.append(f"optimizer_state 8bit: {obstacle}{remedy}")
+    if training.plan.optimizer_in_backward is None and (obstacle := _in_backward_obstacle(training)):
+        found.append(f"optimizer_in_backward: {obstacle}")
+    coupled = batch_coupled_layers(training.model)
+    if coupled and training.plan.micro_batches is None and exactness == "rounding":
+        found.append(f"micro_batches: {coupled[0]} mixes the samples of a batch, which is not exact ('reduced')")
     if not target.cuda:
         found.append("activation_offload: on a CPU the activations are in the host's memory already")
     return found
+
+
+def _in_backward_obstacle(training: Training) -> str:
+    """Why parameters cannot be updated in the backward pass. A forecast does not see it: its copies have no hooks."""
+    return optimizer_obstacle(training.optimizer) or hook_obstacle([training.model])
 
 
 def _checkpointings(blocks: int) -> Iterator[Choices]:

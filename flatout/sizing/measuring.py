@@ -59,7 +59,10 @@ class Sized(Protocol):
         """Ask whether it fits, and take its first steps. Raises TooLarge or SizeFails."""
 
     def window(self, batch_size: int, *, settle: int, steps: int) -> float:
-        """Seconds of a step, the median of `steps`, after `settle` that are not counted. Raises SizeFails."""
+        """Seconds of a step, the median of `steps`, after `settle` that are not counted.
+
+        Raises TooLarge or SizeFails.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,13 @@ class _Measuring:
         self.stopped = {"below": "", "above": ""}
         self._in_a_row = {"below": 0, "above": 0}
 
+    def _none_runs(self, why: str) -> MachineError:
+        return MachineError(
+            f"no batch size from {self.range.at_least} to {self.range.given} could be run",
+            limit=why,
+            remedy="flatout.fit_to_memory(...) finds a plan that needs less",
+        )
+
     # which sizes
 
     def add_sizes(self) -> None:
@@ -178,11 +188,7 @@ class _Measuring:
                 if self.stopped[side]:
                     del sides[side]
         if not self.sizes:
-            raise MachineError(
-                f"no batch size from {self.range.at_least} to {self.range.given} could be run",
-                limit=self.stopped["above"],
-                remedy="flatout.fit_to_memory(...) finds a plan that needs less",
-            )
+            raise self._none_runs(self.stopped["above"])
 
     def _next(self, side: str, candidates: Iterator[int]) -> None:
         batch_size = next(candidates, None)
@@ -277,6 +283,8 @@ class _Measuring:
             for one in self.sizes if number % 2 else self.sizes[::-1]:
                 self._window(one)
             self._leave_out_the_failed(number)
+            if not self.sizes:
+                raise self._none_runs(self.failed[-1].reason)
             if self.clock() - self.began >= self.budget_seconds:
                 return
             if number in LOOKS and is_decided(judged(self.points(), self.share)):
@@ -286,6 +294,8 @@ class _Measuring:
         failure = None
         try:
             one.windows.append(self.sized.window(one.batch_size, settle=one.pace.settle, steps=one.pace.steps))
+        except TooLarge as obstacle:  # it fitted before: others take the memory, or it is fragmented
+            self.failed.append(FailedSize(batch_size=one.batch_size, reason=str(obstacle)))
         except SizeFails as caught:
             failure = caught
         if failure is not None:

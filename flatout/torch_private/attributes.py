@@ -6,6 +6,7 @@ None of them has a public equivalent. Where a default is given, code falls back 
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 COMPILED_CALL = "_compiled_call_impl"
 """nn.Module: what its `__call__` calls first; None by default. It is the only way to replace the call of one instance
@@ -47,11 +48,28 @@ PICKLED = "_reduce_ex_internal"
 COMPILING_FLAG = "_is_compiling_flag"
 """torch.compiler: the value of `torch.compiler.is_compiling()` outside of tracing; torch.export sets it to True."""
 
-name_in_schema = attrgetter("_schema.name")
-"""Operator overload: "aten::mm", without the name of the overload, which the public `name()` appends."""
 
-packet_of = attrgetter("_overloadpacket")
-"""Operator overload: its operator. The public `overloadpacket` adds a Python call for every operation."""
+def name_in_schema(operation: Any) -> str:  # Any: an operator, of which torch has two kinds
+    """Operator overload: "aten::mm", without the name of the overload, which the public `name()` appends. Higher order
+    operator, which has no overloads: "higher_order::flex_attention"."""
+    schema = getattr(operation, "_schema", None)
+    return f"higher_order::{operation.name()}" if schema is None else str(schema.name)
+
+
+def packet_of(operation: object) -> Any:  # Any: as above
+    """Operator overload: its operator. The public `overloadpacket` adds a Python call for every operation. A higher
+    order operator is its own."""
+    return getattr(operation, "_overloadpacket", operation)
+
+
+def changed_arguments(operation: object) -> tuple[int, ...]:
+    """Operator overload: places of the arguments that it changes, by its schema; no public equivalent."""
+    arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
+    return tuple(place for place, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write)
+
+
+PROFILER_STARTS = ("_prepare_profiler", "_enable_profiler")
+"""torch.autograd.profiler: what every profiler of torch calls as it starts, which fails where one is on."""
 
 TOTAL_NORM = "_get_total_norm"
 """torch.nn.utils.clip_grad: what `clip_grad_norm_` calls, also where a script imported that by name."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import methodcaller
+from typing import TYPE_CHECKING
+
+import torch
 
 from flatout.torch_private.lookup import imported_from_torch, private
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 with imported_from_torch():
     # No public API observes every operation of a step; torch.utils.flop_counter is built on these.
@@ -22,7 +29,12 @@ with imported_from_torch():
 
 
 class ListeningMode(TorchDispatchMode):
-    """A mode that is never active while torch.compile traces. Opting out of tracing would import the whole compiler."""
+    """A mode that is never active while torch.compile traces. Opting out of tracing would import the whole compiler.
+
+    It sees higher order operators (`flex_attention`) as one operation each: torch refuses them under any other mode.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -30,6 +42,25 @@ class ListeningMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def by_parts(
+        self, operation: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """The result of an operation that is made of others, each of which this mode sees; else NotImplemented.
+
+        Autograd takes such operations apart before a mode sees them. In inference mode it is off, and nothing does.
+        """
+        if not torch.is_inference_mode_enabled() or not _gives_tensors(operation):
+            return NotImplemented
+        with self:
+            return operation.decompose(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gives_tensors(operation: object) -> bool:
+    """What asks for sizes or strides of a subclass gives none, and would be asked by its own parts for ever."""
+    schema = getattr(operation, "_schema", None)  # higher order operators have none
+    return schema is not None and any("Tensor" in str(one.type) for one in schema.returns)
 
 
 Switch = Callable[[], AbstractContextManager[object]]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from flatout.torch_private.lookup import private
 
 BatchNorm: type[nn.BatchNorm2d] = private("torch.nn.modules.batchnorm._BatchNorm")
+NormWithStatistics: type[nn.BatchNorm2d] = private("torch.nn.modules.batchnorm._NormBase")  # instance norms too
 Convolution: type[nn.Conv2d] = private("torch.nn.modules.conv._ConvNd")
 Loss: type[nn.Module] = private("torch.nn.modules.loss._Loss")
 """Base classes, because a list of the public classes would miss a new one. The declared type is one of the subclasses,

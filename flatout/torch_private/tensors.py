@@ -64,5 +64,9 @@ outputs. Missing if torch was built without oneDNN."""
 
 # CUDA
 
+has_cuda_context: Callable[[int], bool] = private("torch._C._cuda_hasPrimaryContext")
+"""Does this process use the GPU of this number? To ask anything else of it would start CUDA there. Missing in builds
+without CUDA."""
+
 clear_cublas_workspaces: Callable[[], None] = private("torch._C._cuda_clearCublasWorkspaces")
 """Frees cuBLAS workspaces, which otherwise stay allocated; no public equivalent. Missing in builds without CUDA."""

@@ -12,6 +12,7 @@ from flatout.arguments import described
 from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.restoring import restore
+from flatout.checkpoint.saved import Loaded
 from flatout.data.batches import Batches, Stream
 from flatout.data.given_batches import GivenBatches
 from flatout.errors import NumericsError, UsageError
@@ -19,7 +20,7 @@ from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop
 from flatout.train.loggers import Logger, flush, restore_loggers, states_of
 from flatout.train.patience import Waiting, WaitingState
-from flatout.train.ranks import is_first, mean_figures
+from flatout.train.ranks import gathered, is_first, mean_figures
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Run:
 
     def resume(self) -> int | None:
         """Resume from the newest intact checkpoint; returns the step at which it was taken."""
-        loaded = self.checkpoints.load() if self.checkpoints is not None else None
+        loaded = self._loaded()
         if loaded is None:
             return None
         extra = loaded.state.get("extra") or {}
@@ -87,6 +88,31 @@ class Run:
             raise UsageError(error.what, limit=error.limit, remedy=remedy) from error
         self._load_state(extra.get("fit") or RunState())
         return self.step.steps
+
+    def _loaded(self) -> Loaded | None:
+        """The newest intact checkpoint. UsageError, on every rank, where the ranks do not find the same one."""
+        if self.checkpoints is None:
+            return None
+        loaded: Loaded | None = None
+        failure: UsageError | None = None
+        try:
+            loaded = self.checkpoints.load()
+        except UsageError as error:  # raised when the other ranks know
+            failure = error
+        here = "none" if loaded is None else loaded.checkpoint.folder.name
+        here = here if failure is None else failure.what
+        files = {} if loaded is None else {name: one.sha256 for name, one in loaded.checkpoint.files.items()}
+        every = gathered((here, files), self.step.together)
+        if failure is not None:
+            raise failure
+        if any(one != every[0] for one in every):
+            listed = ", ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(every))
+            raise UsageError(
+                f"the ranks found different checkpoints ({listed})",
+                limit="they resume from the same one",
+                remedy="name a folder that all machines share",
+            )
+        return loaded
 
     def _load_state(self, state: RunState) -> None:
         """Restore what `_state` returned; checkpoints not made by `fit`, or by an earlier version, lack parts of it."""

@@ -8,7 +8,8 @@ trials count, and a run counts a single step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from flatout.torch_private.attributes import packet_of
 
@@ -79,6 +80,7 @@ def _more_formulas(aten: object) -> dict[Packet, Callable[..., int]]:
         # Five products instead of two: the scores are computed again, as torch counts it for GPUs.
         "_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, q, k, v, *__: _attention(q, k, v) * 5 // 2,
         "_thnn_fused_lstm_cell": lambda *_, **__: 0,  # elementwise: its products are dispatched by themselves
+        "convolution_backward": _convolution_backward,  # torch's own ignores groups
     }
     return {
         getattr(aten, name): _shaped(formula)
@@ -98,6 +100,13 @@ def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -
     """[batch, heads, positions, features]: the scores, and the values weighted by them."""
     batch, heads, positions, features = query
     return int(2 * batch * heads * positions * key[-2] * (features + value[-1]))
+
+
+def _convolution_backward(grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any) -> int:
+    """The gradients of the input and of the weights take as many operations as the forward pass, each."""
+    *_, transposed, _, _, wanted = rest
+    places = x[2:] if transposed else grad[2:]
+    return int((wanted[0] + wanted[1]) * 2 * x[0] * prod(places) * prod(weight))  # its channels are those of one group
 
 
 def _layer(x: Sequence[int], weights: Iterable[Sequence[int]]) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from flatout.errors import NumericsError, UsageError
 from flatout.parallel.whole_tensors import total_norm
+from flatout.parameters import parameters_of
 from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
 from flatout.train.readings import HostCopy
 
@@ -40,7 +41,6 @@ class GradientStep:
 
     def __init__(
         self,
-        parameters: list[Tensor],
         optimizer: Optimizer,
         *,
         clip_norm: float | None,
@@ -50,18 +50,23 @@ class GradientStep:
     ) -> None:
         import torch
 
-        self.parameters, self.optimizer, self.clip_norm = parameters, optimizer, clip_norm
+        self.optimizer, self.clip_norm = optimizer, clip_norm
         self.nonfinite, self._norm_of = nonfinite, norm_of
         self.name_of: Callable[[Tensor], str] = lambda parameter: ""
         """For messages; '' where a parameter's name is not known."""
         self._known_dense = False
-        device = parameters[0].device
+        device = self.parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
         self._flags: deque[tuple[int, HostCopy]] = deque()
         """(step, was its gradient not finite?)"""
         self.norm: Tensor | None = None
         """The gradient's norm before clipping, a device tensor; None if it was not needed."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that the optimizer has now: a layer may join later."""
+        return parameters_of(self.optimizer)
 
     @property
     def skipped(self) -> int:
@@ -82,13 +87,14 @@ class GradientStep:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None or self.nonfinite is not None:
-            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            parameters = self.parameters
+            gradients = [one.grad for one in parameters if one.grad is not None]
             if not self._known_dense and any(one.is_sparse for one in gradients):
                 raise self._sparse_error()
             self._known_dense = True
-            self.norm = total_norm(gradients) if self._norm_of is None else self._norm_of(self.parameters)
+            self.norm = total_norm(gradients) if self._norm_of is None else self._norm_of(parameters)
             if self.clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, self.norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, self.norm)
         if self.scaler is not None:
             self._step_scaled(self.scaler)
         elif self.nonfinite is not None and self.norm is not None:

@@ -7,11 +7,13 @@ The gradients of a batch are the weighted sum of its parts' gradients unless the
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 from flatout.generators import set_generators, torch_generator_states
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -27,20 +29,56 @@ def batch_coupled_layers(model: Module) -> list[str]:
     ]
 
 
+Buffer: TypeAlias = "tuple[Module, str]"
+"""A layer, and the name of its buffer."""
+
+
+def buffers_of(model: Module) -> list[Buffer]:
+    return [(layer, name) for layer in model.modules() for name, _ in layer.named_buffers(recurse=False)]
+
+
 class Attempt:
     """What a forward and backward pass changes besides gradients, to be restored: torch's random states and buffers."""
 
-    def __init__(self, model: Module, *, buffers: bool) -> None:
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
         self._generators = torch_generator_states()
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if buffers else []
+        self._buffers: list[tuple[Module, str, Tensor, int, Tensor]] = [
+            (layer, name, buffer, buffer._version, buffer.clone())
+            for layer, name in buffers
+            if (buffer := getattr(layer, name, None)) is not None
+        ]
 
     def put_back(self) -> None:
         import torch
 
         set_generators(self._generators)
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for layer, name, buffer, _, value in self._buffers:
                 buffer.copy_(value)
+                if getattr(layer, name, None) is not buffer:
+                    setattr(layer, name, buffer)
+
+    def changed(self) -> list[Buffer]:
+        """Those that this attempt has changed, and those of norms, which a layer that is frozen now may change later.
+
+        On a GPU it waits for the values: a layer may write them in a way that torch does not count.
+        """
+        import torch
+
+        from flatout.torch_private.modules import NormWithStatistics
+
+        def is_same(buffer: Tensor, version: int, value: Tensor) -> bool:
+            if type(buffer) is not torch.Tensor or buffer.layout is not torch.strided:  # a forecast's has no values
+                return buffer._version == version
+            return torch.equal(buffer, value)
+
+        return [
+            (layer, name)
+            for layer, name, buffer, version, value in self._buffers
+            if isinstance(layer, NormWithStatistics)
+            or getattr(layer, name, None) is not buffer
+            or not is_same(buffer, version, value)
+        ]
 
 
 def release(model: Module, optimizer: Optimizer) -> None:

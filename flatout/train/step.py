@@ -42,7 +42,6 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.parallel.heartbeat import heartbeat
 from flatout.parallel.parallelize import parallelize
 from flatout.parallel.whole_tensors import ELSEWHERE
-from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.precision.recurrent import lstm_gradients_right
@@ -53,7 +52,7 @@ from flatout.train.loss_parts import LossParts, Number, as_figure, figures_of, s
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
 from flatout.train.ranks import MeanOverRanks, SharedStep, largest_of_ranks, raised_on_all_ranks
-from flatout.train.split import Attempt, batch_coupled_layers, release
+from flatout.train.split import Attempt, Buffer, batch_coupled_layers, buffers_of, release
 
 if TYPE_CHECKING:
     import torch
@@ -129,13 +128,15 @@ class TrainStep:
         """The ranks that train the model together, each on its share of every batch; None: this process alone."""
         self.together: ProcessGroup | None = self._strategy.together or self.group
         """The ranks that train the model together, on shares of a batch or on the same one; None: this process."""
+        if self.plan.optimizer_in_backward:
+            ranks = 1 if self.group is None else self.group.size()
+            check_in_backward(optimizer, model, clip_norm=clip_norm, ranks=ranks)
         self._apply_levers()
         stepped: Any = optimizer  # a LowBitOptimizer takes its place without being a subclass
         if self.plan.optimizer_state is not None:
             stepped = LowBitOptimizer(optimizer)
             self._levers.callback(stepped.close)
         self._update = GradientStep(
-            parameters_of(optimizer),
             stepped,
             clip_norm=clip_norm,
             fp16=self.plan.precision == "fp16",
@@ -147,7 +148,6 @@ class TrainStep:
         )  # no method of ours: its cycle would delay undoing
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
-            check_in_backward(clip_norm=clip_norm, ranks=1 if self.group is None else self.group.size())
             self._in_backward = UpdatesInBackward(stepped)
             self._levers.callback(self._in_backward.close)
         self.figures: dict[str, Tensor] = {}
@@ -158,7 +158,8 @@ class TrainStep:
         self._heartbeat: Heartbeat | None = None
         self._begun = False
         self._loss_checked = False
-        self._mixes_samples: bool | None = None
+        self._changing: list[Buffer] | None = None
+        """The buffers that a forward pass changes, once one has shown them; until then any may be."""
         self._mean_terms: MeanOverRanks | None = None
         """The mean over the ranks of the terms in a step's batch, once it is known."""
         self._shared: SharedStep | None = None
@@ -360,9 +361,11 @@ class TrainStep:
             yield
 
     def _updated(self, batch: object) -> Tensor:
+        if self._in_backward is not None:
+            self._in_backward.follow()
+            return self._backward_in_parts(batch)
         loss = self._backward_in_parts(batch)
-        if self._in_backward is None:
-            self._update.take(self.steps + 1)
+        self._update.take(self.steps + 1)
         return loss
 
     def _backward_in_parts(self, batch: object) -> Tensor:
@@ -379,13 +382,18 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
             try:
                 if self.micro_batches == 1 and self._strategy.is_alone:
-                    return self._backward_whole(batch)
-                return self._backward(split_batch(batch, self._parts(batch)))
+                    loss = self._backward_whole(batch)
+                else:
+                    loss = self._backward(split_batch(batch, self._parts(batch)))
             except Exception as error:
                 if not is_out_of_memory(error):
                     self._explain(error, batch)
                     raise
                 self._refuse_to_split(error, batch)
+            else:
+                if attempt is not None and self._changing is None:
+                    self._changing = attempt.changed()
+                return loss
             # Only outside of the handler does nothing hold the tensors of the failed attempt any more.
             if attempt is not None:
                 attempt.put_back()
@@ -397,9 +405,9 @@ class TrainStep:
     def _attempt(self) -> Attempt | None:
         if self.plan.out_of_memory == "raise" or self._in_backward is not None:
             return None
-        if self._mixes_samples is None:
-            self._mixes_samples = bool(batch_coupled_layers(self.model))
-        return Attempt(self.model, buffers=self.plan.out_of_memory != "exact" and self._mixes_samples)
+        if self._changing is None and self.plan.out_of_memory == "exact" and batch_coupled_layers(self.model):
+            self._changing = []  # it will not be tried again
+        return Attempt(buffers_of(self.model) if self._changing is None else self._changing)
 
     def _backward_whole(self, batch: object) -> Tensor:
         """`_backward` of a single part in a single process: where steps are short, the rest of it takes time."""
@@ -551,12 +559,20 @@ class TrainStep:
                 limit="out_of_memory = 'exact' splits only where the gradients stay the same",
                 remedy="use a smaller batch, or out_of_memory = 'split'",
             ) from error
-        samples = batch_length(batch)
+        remedy = "activation_checkpointing, a smaller precision, or a smaller model"
+        try:
+            samples = batch_length(batch)
+        except UsageError as unclear:
+            raise MachineError(
+                f"a batch does not fit into the memory of {_device_of(self.model)}",
+                limit=f"it cannot be split: {unclear.what}",
+                remedy=f"use a smaller batch, {remedy}",
+            ) from error
         if self.micro_batches >= samples:
             raise MachineError(
                 f"a single sample of this batch does not fit into the memory of {_device_of(self.model)}",
                 limit="a batch cannot be split further",
-                remedy="use activation_checkpointing, a smaller precision, or a smaller model",
+                remedy=f"use {remedy}",
             ) from error
 
     def _refuse_to_split_alone(self, error: Exception) -> None:

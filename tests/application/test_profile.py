@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ import flatout
 from flatout.errors import UsageError
 from flatout.profiling import callables
 from flatout.profiling.profile import Profile
-from flatout.profiling.window import NO_OPERATORS
+from flatout.profiling.window import COMPILED, NO_OPERATORS, OTHERS_PROFILER
+from flatout.torch_private.dispatch import current_dispatch_mode
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,49 @@ def test_torchs_profiler_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import flatout, torch; print(flatout.profile(lambda: torch.ones(9) + 1, steps=1).steps)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_compiled_code_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 4)
+    followed = []
+
+    def call() -> None:
+        followed.append(current_dispatch_mode() is not None)
+        with torch.profiler.record_function("Torch-Compiled Region: 0/0"):
+            x @ x
+
+    monkeypatch.setattr(callables, "frames_traced", lambda: 1)
+    found = flatout.profile(call, steps=1)
+    assert not any(followed)
+    assert (found.flops, found.modules) == (None, ())
+    assert found.reasons["flops"] == found.reasons["lines"] == COMPILED
+    plain = flatout.profile(lambda: x @ x, steps=1)  # beside compiled code, and none itself
+    assert plain.flops == 128
+
+
+def test_a_profiler_in_the_function_goes_first_and_a_trace_that_is_missing_is_said(tmp_path: Path) -> None:
+    def call() -> None:
+        with torch.autograd.profiler.profile():
+            torch.ones(2) + 1
+
+    found = flatout.profile(call, steps=1, trace=tmp_path / "trace.json")
+    assert (found.steps, found.operators) == (0, ())
+    assert found.reasons["operators"] == OTHERS_PROFILER
+    assert any("no trace was written: the script runs a profiler of its own" in note for note in found.notes)
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_trace_goes_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    flatout.profile(lambda: os.chdir(tmp_path / "elsewhere"), steps=1, trace="trace.json")
+    assert (tmp_path / "trace.json").exists()
+
+
+def test_a_newer_switch_of_precision_is_no_error() -> None:
+    backends: Any = torch.backends
+    with backends.flags(fp32_precision="bf16"):
+        assert flatout.profile(lambda: torch.ones(2) + 1, steps=1).operators
 
 
 def test_a_callable_without_operators_has_ended_no_script() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import flatout
+from flatout.application.run import _done
 from flatout.errors import PlanError, UsageError
 from flatout.machine.detect import detect
+from flatout.script.child_command import child_command
 from tests.processes import Python
 
 TRAIN = """
@@ -43,11 +46,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forked(monkeypatch: pytest.MonkeyPatch, python: Python) -> None:
     """The processes of `flatout.run` are forked from one that has loaded torch."""
 
-    def run(command: list[str], *, capture_output: bool = False, **_: Any) -> subprocess.CompletedProcess[str]:
-        done = python(*command[1:], cwd=Path.cwd())
-        return done if capture_output else subprocess.CompletedProcess(command, done.returncode)
+    def done(words: Sequence[str], capture_output: bool) -> subprocess.CompletedProcess[str]:
+        command = child_command("flatout", "run", *words)
+        ended = python(*command[1:], cwd=Path.cwd())
+        return ended if capture_output else subprocess.CompletedProcess(command, ended.returncode)
 
-    monkeypatch.setattr("flatout.application.run.subprocess", SimpleNamespace(DEVNULL=subprocess.DEVNULL, run=run))
+    monkeypatch.setattr("flatout.application.run._done", done)
 
 
 @pytest.mark.slow
@@ -64,7 +68,7 @@ def check_a_run_by_a_plan(folder: Path) -> None:
     machine = detect()
     plan = flatout.Plan(
         optimizer="fused",
-        cudnn_benchmark=True,
+        memory_format="channels_last",
         machine_fingerprint=machine.fingerprint,
         torch_version=machine.versions.torch,
     )
@@ -81,11 +85,11 @@ def check_a_run_by_a_plan(folder: Path) -> None:
     assert ran.peak_resident_bytes > 10 << 20
     assert len(ran.applied) == 1
     (missed,) = ran.not_applied
-    assert "cudnn" in missed.choice
-    assert "CPU" in missed.reason
+    assert "channels_last" in missed.choice
+    assert missed.reason == "the model has no 2-d convolutions"
     assert ran.to_json()["plan"] == plan.choices()
     assert [entry.name for entry in folder.iterdir()] == ["train.py"]
-    plain = flatout.run("train.py", plan=plan, without=["optimizer", "cudnn_benchmark"], report="out.json")
+    plain = flatout.run("train.py", plan=plan, without=["optimizer", "memory_format"], report="out.json")
     assert (plain.status, plain.applied, plain.stdout) == (0, (), None)
     assert (folder / "out.json").exists()
 
@@ -100,6 +104,28 @@ def test_a_script_that_fails_is_a_result(folder: Path) -> None:
     (folder / "old.json").write_text("{}")
     killed = flatout.run("killed.py", report="old.json", capture_output=True)
     assert (killed.status, killed.steps, killed.document) == (128 + signal.SIGKILL, None, None)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are sent as a terminal of Linux or macOS does")
+@pytest.mark.parametrize("capture_output", [True, False])
+def test_an_interrupted_script_may_finish(folder: Path, monkeypatch: pytest.MonkeyPatch, capture_output: bool) -> None:
+    saves = (
+        "import os, signal, time\n"
+        "time.sleep(0.2)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"  # Ctrl-C interrupts both
+        "time.sleep(0.8)\n"
+        "open('saved', 'w').close()\n"
+    )
+    monkeypatch.setattr("flatout.application.run.child_command", lambda *_: [sys.executable, "-c", saves])
+    with pytest.raises(KeyboardInterrupt):
+        _done([], capture_output)
+    assert (folder / "saved").exists()
+
+
+def test_a_report_may_go_nowhere(folder: Path) -> None:
+    (folder / "ends.py").write_text("print(1)")
+    ran = flatout.run("ends.py", report=os.devnull, capture_output=True)
+    assert (ran.status, ran.stdout, ran.document) == (0, "1\n", None)
 
 
 def test_a_module_is_run_as_python_does(folder: Path) -> None:

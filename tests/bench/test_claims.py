@@ -12,7 +12,7 @@ import pytest
 
 from flatout.bench import claims
 from flatout.bench.claim import Case, Claim, ClaimResult, ClaimsResult
-from flatout.bench.claim_steps import MODELS, exactly, peak_bytes, training_step
+from flatout.bench.claim_steps import MODELS, exactly, once_seconds, peak_bytes, training_step
 from flatout.bench.claims import CLAIMS, measure_claims
 from flatout.bench.results import Speedup
 from flatout.bench.system_measures import in_two_processes
@@ -111,6 +111,14 @@ def test_without_a_gpu_its_claims_say_what_they_need(monkeypatch: pytest.MonkeyP
         "it needs a GPU, and torch sees none",
         "it needs two GPUs, and torch sees 0",
     }
+
+
+def test_a_call_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: done.append("waited"))
+    assert once_seconds(lambda: done.append("called"), CPU) >= 0
+    assert once_seconds(lambda: done.append("called"), Setup(device="cuda")) >= 0
+    assert done == ["called", "called", "waited"]
 
 
 def test_memory_is_that_of_tensors_in_a_step() -> None:

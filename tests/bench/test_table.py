@@ -135,20 +135,14 @@ def test_what_cannot_run_has_a_reason_and_the_others_go_on() -> None:
 
 
 def test_too_little_memory_leaves_a_contender_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
-        available = 1 << 20
-
-    monkeypatch.setattr(table.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(table, "available_memory_bytes", lambda: 1 << 20)
     run = table._Run(workload(contender("plain torch", "plain")), CPU, Effort(rounds=1, tune_seconds=1.0), print)
     run.largest_bytes = 1 << 30
     assert run.measure().left_out == {"plain torch": "1 MiB of memory are left; another contender took 1 GiB"}
 
 
 def test_so_it_does_where_all_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
-        available = 1 << 20
-
-    monkeypatch.setattr(table.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(table, "available_memory_bytes", lambda: 1 << 20)
     contenders = workload(contender("plain torch", "plain"), contender("other", "plain"))
     run = table._Run(contenders, replace(CPU, quick=True), Effort(rounds=1, tune_seconds=1.0), print)
     run.largest_bytes = 1 << 30

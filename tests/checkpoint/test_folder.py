@@ -173,3 +173,41 @@ def test_what_dead_processes_left_is_swept_and_what_the_living_write_is_not(tmp_
         save_all(Checkpoints(tmp_path), {1: None})
         assert sorted(path.name for path in tmp_path.iterdir()) == [living.name, "000001-step-1"]
     assert steps(tmp_path) == [1, 9]
+
+
+def test_what_cannot_be_read_now_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0)
+    save_all(checkpoints, {1: None})
+    manifest = tmp_path / "000001-step-1" / "manifest.json"
+    kept = manifest.read_bytes()
+    manifest.unlink()
+    manifest.mkdir()  # as where the file system fails: an error of reading, and nothing that is seen to be damaged
+    save_all(checkpoints, {2: None, 3: None})
+    assert steps(tmp_path) == [1, 3]
+    manifest.rmdir()
+    manifest.write_bytes(kept)
+    assert checkpoints.at(1).load()["extra"].tolist() == [1, 1, 1]
+
+
+def test_what_load_found_damaged_does_not_count_among_the_last(tmp_path: Path) -> None:
+    save_all(Checkpoints(tmp_path), {1: None, 2: None})
+    path = tmp_path / "000002-step-2" / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    with pytest.warns(UserWarning, match="step 1 is loaded"):
+        checkpoints.load()
+    save_all(checkpoints, {3: None})
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_a_folder_keeps_its_lock_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, abandoned = os.rename, []
+
+    def looked(place: Path, name: Path) -> None:
+        abandoned.extend(disk.abandoned_folders(tmp_path))
+        rename(place, name)
+
+    monkeypatch.setattr(os, "rename", looked)
+    save_all(Checkpoints(tmp_path), {1: None})
+    assert abandoned == []
+    assert not (tmp_path / "000001-step-1" / disk.LOCK).exists()

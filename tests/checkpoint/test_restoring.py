@@ -90,6 +90,16 @@ def test_another_optimizer() -> None:
     assert "is not saved as an optimizer's state" in refused({"optimizer": {"a": 1}}, optimizer=adamw(2))
 
 
+def test_adam_is_not_adamw() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    for saved, here in ((torch.optim.AdamW, torch.optim.Adam), (torch.optim.Adam, torch.optim.AdamW)):
+        state, optimizer = capture(optimizer=saved([parameter])), here([parameter])
+        assert "unexpected: optimizer: group 0: decoupled_weight_decay" in refused(state, optimizer=optimizer)
+        own = optimizer.param_groups[0]["decoupled_weight_decay"]
+        restore(state, optimizer=optimizer, strict=False)
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is own
+
+
 def test_an_optimizer_keeps_its_way_of_computing_and_takes_the_rest() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     saved = capture(optimizer=torch.optim.AdamW(parameters, lr=0.5, fused=True))

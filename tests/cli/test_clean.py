@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -48,3 +49,11 @@ def test_on_a_terminal_it_asks(cache: Path, monkeypatch: pytest.MonkeyPatch, ans
     monkeypatch.setattr("typer.confirm", lambda text: answer == "y\n")
     assert main(["clean"]) == 0
     assert cache.exists() is stays
+
+
+def test_a_question_that_is_not_answered_removes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # Ctrl-D; Ctrl-C ends the question in the same way
+    monkeypatch.setattr("flatout.cli.clean.is_terminal", lambda stream: True)
+    with pytest.raises(KeyboardInterrupt):
+        main(["clean"])
+    assert cache.exists()

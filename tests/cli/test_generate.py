@@ -115,3 +115,28 @@ def test_models_without_a_fast_path(capsys: Any) -> None:
     made = json.loads(capsys.readouterr().out)
     assert len(made["tokens"][0]) == 4
     assert "each source is encoded once" in made["engine"]
+
+
+def test_other_separators_of_lines_are_part_of_a_prompt(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\u2028still one\x0b\x0c\u0085\r\n\ntwo\n", encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text('"one\u2028still one"\n\n{"text": "two"}\n', encoding="utf-8")
+    for name in ("prompts.txt", "prompts.jsonl"):
+        assert main(["generate", MODEL, *TOKENIZER, "--prompts", name, "--max-new-tokens", "2", "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["tokens"]) == 2
+
+
+def test_what_the_model_prints_is_no_part_of_the_text(capsys: Any) -> None:
+    Path("net_to_speak.py").write_text(
+        "import torch\n"
+        "class Loud(torch.nn.Module):\n"
+        "    def forward(self, tokens):\n"
+        "        print('forward')\n"
+        "        return torch.nn.functional.one_hot((tokens + 1) % 9, 9).float()\n"
+    )
+    options = ["--prompt", "1,2,3", "--max-new-tokens", "3"]
+    assert main(["generate", "net_to_speak.py:Loud", *options]) == 0
+    told = capsys.readouterr()
+    assert told.out.split() == ["4", "5", "6"]
+    assert "forward" in told.err
+    assert main(["generate", "net_to_speak.py:Loud", *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == [[4, 5, 6]]

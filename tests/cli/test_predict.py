@@ -23,6 +23,12 @@ class Letters:
     def encode(self, text): return [ord(letter) % 40 for letter in text]
     def decode(self, ids): return str(ids)
 letters = Letters()
+class Ids:
+    def __init__(self, ids): self.ids = ids
+class Encoding(Letters):
+    def encode(self, text): return Ids(super().encode(text))
+encoding = Encoding()  # as those of the tokenizers library
+print("read")
 """
 
 
@@ -69,6 +75,15 @@ def test_texts_and_bad_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert [set(line) for line in lines] == [{"index", kind} for kind in ("output", "failed", "failed", "output")]
     assert main([*words, "--tokenizer", "net.py:letters"]) == 1  # nothing is left to do
     assert "0 inputs in" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_prints_and_encodes_to_an_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "in.txt").write_text("hello\nbye\n")
+    words = ["predict", "net.py:bert", "in.txt", "--out", "out.jsonl", "--keep", "pooled", "--json"]
+    assert main([*words, "--tokenizer", "net.py:encoding"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["figures"]["items"] == 2
+    assert "read" in said.err
 
 
 def test_a_run_goes_on_only_with_the_same_weights_code_and_inputs(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flatout.errors import UsageError
 from flatout.profiling.profile import Profile
 from tests.cli.in_process import Said, said_by
 
@@ -136,9 +137,10 @@ def test_a_script_that_ends_early_is_profiled_on_what_there_is(tmp_path: Path, s
 
 def test_a_script_without_steps(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\nprint(torch.ones(2))\n")
-    result = profile(tmp_path, "train.py")
+    result = profile(tmp_path, "--trace", "trace.json", "train.py")
     assert result.returncode == 0
     assert "no training step found" in result.stdout
+    assert "flatout: trace.json was not written: no step was profiled" in result.stderr
     assert document(profile(tmp_path, "--json", "train.py"))["profile"] is None
 
 
@@ -206,6 +208,19 @@ def test_tensorboard_is_refused_before_the_run_or_written(tmp_path: Path) -> Non
     assert any("tfevents" in name for name in names)
 
 
+def test_an_export_that_fails_comes_after_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *rest: object) -> None:
+        raise UsageError(f"cannot write {path}: No space left on device")
+
+    write(tmp_path)
+    monkeypatch.setattr("flatout.profiling.exports.write_trace", full)
+    result = profile(tmp_path, "--trace", "trace.json", "--operators", "table.csv", "--json", "train.py")
+    assert result.returncode == 2
+    assert document(result)["profile"]["operators"]
+    assert "trace.json: No space left on device" in result.stderr
+    assert (tmp_path / "table.csv").exists()
+
+
 def test_names_in_a_script_stay_inert(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch\n"
@@ -232,6 +247,17 @@ def test_a_script_with_a_profiler_of_its_own(tmp_path: Path) -> None:
     assert (seen.steps, seen.operators) == (0, ())
     assert "a profiler of its own" in seen.reasons["operators"]
     assert seen.parts is not None
+
+
+def test_a_script_that_starts_a_profiler_during_the_steps(tmp_path: Path) -> None:
+    write(tmp_path, body="with torch.autograd.profiler.profile(): x + 1")
+    result = profile(tmp_path, "--json", "--trace", "trace.json", "train.py")
+    assert result.returncode == 0
+    seen = Profile.from_json(document(result)["profile"])
+    assert (seen.steps, seen.operators) == (0, ())
+    assert seen.step_seconds is not None
+    assert "a profiler of its own" in seen.reasons["operators"]
+    assert "trace.json was not written: the script runs a profiler of its own" in result.stderr
 
 
 @pytest.mark.slow

@@ -24,7 +24,10 @@ from typing import Any
 import psutil
 import pytest
 
+from flatout.cli import run as run_verb
+from flatout.errors import UsageError
 from flatout.plan import Plan
+from flatout.script.entry import Target
 from flatout.serve.run_folder import all_runs
 from tests.processes import Python
 
@@ -373,8 +376,40 @@ def test_a_run_that_is_killed_leaves_what_was_seen_until_then(tmp_path: Path) ->
 def test_a_report_that_cannot_be_written_after_all_harms_nothing(run: Run, tmp_path: Path) -> None:
     (tmp_path / "flatout-run.json").mkdir()
     done = run("import sys; print(1); sys.exit(4)")
-    assert (done.returncode, done.stdout, done.stderr) == (4, "1\n", "")
+    assert (done.returncode, done.stdout) == (4, "1\n")
+    assert done.stderr.startswith(f"flatout: no report of this run: cannot write {tmp_path}/flatout-run.json: Is a dir")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flatout-run.json", "train.py"]
+
+
+def test_a_report_of_an_earlier_run_is_called_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise UsageError("cannot write it: No space left on device")
+
+    monkeypatch.setattr("flatout.report.document.write_document", full)
+    (tmp_path / "run.json").write_text("{}")
+    run_verb.Run(Target(path="train.py"), {"--quiet": ""}, tmp_path / "run.json", None).finish()
+    said = "flatout: no report of this run: cannot write it: No space left on device; run.json is an older one\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_training_loop_does_not_wait_for_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.script.rank_folder.last_records", lambda *_: pytest.fail("it waited"))
+    watched = run_verb.Run(Target(path="train.py"), {}, tmp_path / "run.json", None)
+    watched._ranks_folder = tmp_path
+    watched._write_early()
+    assert document(tmp_path, "run.json")["script"]["status"] is None
+
+
+def test_a_summary_may_name_what_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.pipe()
+    shown = run_verb.Run(Target(path="train.py"), {}, None, None)
+    shown._show, shown._terminal = True, theirs
+    shown._say(os.fsdecode(b"caf\xe9.py"))
+    assert os.read(ours, 100) == b"caf\\udce9.py\n"
+    os.close(ours)
+    os.close(theirs)
 
 
 # on a terminal
@@ -457,7 +492,13 @@ class Session:
     """`flatout run OPTIONS train.py` on a pseudo terminal."""
 
     def __init__(
-        self, python: Python, folder: Path, *options: str, size: tuple[int, int] = (24, 100), source: str = TICKING
+        self,
+        python: Python,
+        folder: Path,
+        *options: str,
+        size: tuple[int, int] = (24, 100),
+        source: str = TICKING,
+        kind: str = "xterm",
     ) -> None:
         (folder / "train.py").write_text(textwrap.dedent(source))
         self.folder, self.output = folder, ""
@@ -472,7 +513,7 @@ class Session:
                 "FLATOUT_CACHE_DIR": str(folder / ".cache"),
                 "FLATOUT_RUNS_DIR": str(folder / ".runs"),
                 "OMP_NUM_THREADS": "1",
-                "TERM": "dumb",
+                "TERM": kind,
             },
         )
         os.close(slave)
@@ -505,8 +546,8 @@ class Session:
 def session(tmp_path: Path, python: Python) -> Iterator[Callable[..., Session]]:
     started: list[Session] = []
 
-    def start(*options: str, size: tuple[int, int] = (24, 100), source: str = TICKING) -> Session:
-        started.append(Session(python, tmp_path, *options, size=size, source=source))
+    def start(*options: str, **given: Any) -> Session:
+        started.append(Session(python, tmp_path, *options, **given))
         return started[-1]
 
     yield start
@@ -545,6 +586,13 @@ def test_a_small_terminal_that_is_resized_keeps_the_scripts_text(session: Callab
     assert on.finish() == 3
     assert "progress 2" in on.output
     assert on.output.rindex("\x1b[r") > on.output.rindex("\x1b[1;9r")
+
+
+def test_a_terminal_without_a_cursor_shows_the_summary_alone(session: Callable[..., Session]) -> None:
+    on = session("--no-report", kind="dumb")
+    assert on.finish() == 3
+    assert "\x1b" not in on.output
+    assert "\nscript    train.py · " in on.output
 
 
 def test_quiet_is_quiet_on_a_terminal_too(session: Callable[..., Session], tmp_path: Path) -> None:
@@ -651,8 +699,10 @@ def test_of_several_ranks_the_first_keeps_a_state(run: Run, tmp_path: Path) -> N
 def test_a_folder_of_states_that_cannot_be_had_harms_nothing(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     env = {"FLATOUT_RUNS_DIR": str(tmp_path / "file")}
-    done = run("import sys; print(1); sys.exit(4)", "--no-report", env=env)
+    done = run("import sys; print(1); sys.exit(4)", env=env)
     assert (done.returncode, done.stdout, done.stderr) == (4, "1\n", "")
+    (note,) = document(tmp_path)["plan_notes"]
+    assert note.startswith("processes that the script starts are not watched (PermissionError: ")
     served = run("print(1)", "--no-report", "--serve", env=env)
     assert (served.returncode, served.stdout) == (0, "1\n")
     assert served.stderr.startswith("flatout: no page: PermissionError: ")

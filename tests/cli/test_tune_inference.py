@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,20 @@ def net():
 def gpt():
     torch.manual_seed(0)
     return GPT2(GPT2Config(vocab_size=20, max_tokens=32, width=16, heads=2, layers=1))
+
+class Ids:
+    def __init__(self, ids):
+        self.ids = ids
+
+class Letters:
+    def encode(self, text):
+        return Ids([ord(letter) % 20 for letter in text])
+
+    def decode(self, ids):
+        return str(ids)
+
+print("read")
+letters = Letters()
 """
 
 
@@ -58,11 +73,30 @@ def test_one_document_and_nothing_else(place: Path, capsys: pytest.CaptureFixtur
         "--max-new-tokens",
         "4",
     ]
-    assert main([*words, "--json", "--out", "p.toml"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    assert main([*words, "--json", "--out", "p.toml", "--max-error", "inf"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert told["flatout"]["document"] == "tune-inference"
     assert (told["task"], told["unit"]) == ("generate", "prompt")
+    assert told["tolerance"]["max_error"] is None
     assert (place / "p.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"), [("ragged.npz", []), ("ids.npy", []), ("texts.jsonl", ["--tokenizer", "served.py:letters"])]
+)
+def test_the_next_command_can_be_run(
+    name: str, tokenizer: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(place / "ragged.npz", tokens=np.array([1, 2, 3, 4, 5]), lengths=np.array([3, 2]))
+    np.save(place / "ids.npy", np.array([[1, 2, 3], [4, 5, 6]]))
+    (place / "texts.jsonl").write_text('{"text": "one"}\n{"prompt": "two"}\n')
+    words = ["tune-inference", "served.py:gpt", name, *tokenizer, "--exactness", "bit-identical"]
+    assert main([*words, "--max-new-tokens", "4"]) == 0
+    command = capsys.readouterr().out.rpartition("next: ")[2]
+    program, *following = shlex.split(command)
+    assert (program, following[0]) == ("flatout", "generate")
+    assert main([*following, "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out.count("--- prompt") == 2
 
 
 @pytest.mark.parametrize(

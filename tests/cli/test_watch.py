@@ -129,17 +129,31 @@ def test_on_a_terminal_it_follows_until_the_run_has_ended(
         plant("run-1-1", script="train.py", steps=1300 + len(asked), ended=len(asked) > 1, status=0)
 
     monkeypatch.setattr(watch_verb.time, "sleep", sleep)
+    shown = on_a_terminal(monkeypatch, "xterm", folder)
+    assert len(asked) == 2
+    assert b"step 1,301" in shown
+    assert b"step 1,302" in shown
+    assert b"with status 0" in shown
+
+
+def test_on_a_terminal_without_a_cursor_it_is_shown_once(
+    plant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = on_a_terminal(monkeypatch, "dumb", plant("run-1-1"))
+    assert b"step 1,234" in shown
+    assert b"\x1b" not in shown
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, kind: str, folder: Path) -> bytes:
+    """What `flatout watch FOLDER` shows there."""
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("TERM", kind)
         assert main(["watch", str(folder)]) == 0
         terminal.flush()
         shown = b""
         while select.select([master], [], [], 0)[0]:
             shown += os.read(master, 1 << 16)
     os.close(master)
-    assert len(asked) == 2
-    assert b"step 1,301" in shown
-    assert b"step 1,302" in shown
-    assert b"with status 0" in shown
+    return shown

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from flatout.data import workers as loading
 from flatout.data.batches import batches
-from flatout.data.workers import Pacing
+from flatout.data.fetch import leaves
+from flatout.data.sources import Whole
+from flatout.data.workers import Pacing, start_method
 from flatout.errors import UsageError
 from flatout.plan import Plan
 
@@ -411,3 +416,184 @@ def test_a_batch_sampler_says_whether_samples_are_shuffled() -> None:
     with pytest.raises(UsageError, match="batch sampler"):
         batches(loader(Own), 50)
     assert next(iter(batches(loader(Own), 3, shuffle=False)))[0].tolist() == [0, 1, 2]
+
+
+class Sometimes(Dataset[Any]):
+    """Only the later samples are augmented, as those of one class are."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        return index + (float(torch.rand(())) if index >= 12 else 0.0)
+
+
+def test_draws_that_begin_within_an_epoch_depend_on_the_sample_alone() -> None:
+    expected = torch.cat([*batches(Sometimes(), 24, shuffle=False, seed=5)])
+    torch.manual_seed(0)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    found = torch.cat([*batches(Sometimes(), 4, Plan(loader_workers=0), shuffle=False, seed=5)])
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(found, expected)
+
+
+def test_a_restored_seed_is_that_of_the_random_draws_too() -> None:
+    whole, other = (batches(Drawing(), 8, Plan(loader_workers=0), seed=seed) for seed in (5, 6))
+    first, *rest = whole
+    other.load_state_dict({"seed": 5, "epoch": 0, "position": 8, "samples": 24})
+    for ours, theirs in zip(other, rest, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert len(first) == 4
+
+
+def test_a_position_in_another_order_or_kind_of_data_is_refused() -> None:
+    source, stream = batches(NUMBERS, 10, seed=1), batches(Counting(), 10)
+    next(iter(source)), next(iter(stream))
+    state: Any = source.state_dict()
+    with pytest.raises(UsageError, match=r"samples that came in another order than here; .*same shuffle, sampler"):
+        batches(NUMBERS, 10, shuffle=False).load_state_dict(state)
+    batches(NUMBERS, 7, seed=2).load_state_dict(state)  # the seed is restored, and the batch size may differ
+    batches(NUMBERS, 10, shuffle=False).load_state_dict({**state, "position": 0})  # the next epoch may
+    with pytest.raises(UsageError, match="position counts samples of a stream; here the data is a data set"):
+        source.load_state_dict(stream.state_dict())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="position counts samples of a data set; here the data is a stream"):
+        stream.load_state_dict(state)
+
+
+def test_the_checksum_of_an_order_is_that_of_all_that_was_handed_out() -> None:
+    source, fresh = batches(NUMBERS, 10, seed=1), batches(NUMBERS, 10, seed=1)
+    for at, _ in enumerate(source):
+        if at % 3 == 0:
+            fresh.load_state_dict(source.state_dict())  # type: ignore[arg-type]
+            assert fresh.state_dict() == source.state_dict()
+
+
+class Noisy(IterableDataset[Any]):
+    """Draws from the global generators for each sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        offset = random.random()
+        for _ in range(20):
+            yield {"x": torch.rand(2) + offset}
+
+
+def masked(samples: list[Any]) -> torch.Tensor:
+    x = torch.stack([sample.pop("x") for sample in samples])  # as some collators change their samples
+    return x * (torch.rand_like(x) < 0.5)
+
+
+def test_a_stream_that_draws_is_resumed_exactly_and_leaves_the_training_alone() -> None:
+    def source() -> Any:
+        return batches(Noisy(), 4, collate_fn=masked, seed=3)
+
+    torch.manual_seed(0)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    whole = [*source()]
+    assert torch.equal(torch.rand(3), drawn)
+    cut = source()
+    iterator = iter(cut)
+    next(iterator), next(iterator), torch.rand(7)
+    state = cut.state_dict()
+    resumed = source()
+    resumed.load_state_dict(state)
+    assert all(map(torch.equal, resumed, whole[2:]))
+    assert all(map(torch.equal, iterator, whole[2:]))
+    shares = [next(iter(batches(Noisy(), 4, collate_fn=masked, seed=3, rank=rank, ranks=2))) for rank in range(2)]
+    assert not torch.equal(shares[0] == 0, shares[1] == 0)
+
+
+def test_a_stream_that_yields_other_samples_says_so() -> None:
+    source = batches(iter([7, 8, 9, 10]), 2)
+    next(iter(source))
+    other = batches(iter([7, 80, 90, 100]), 2)
+    other.load_state_dict(source.state_dict())  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="yielded another sample 2 than before; the run continues"):
+        assert seen(other) == [[90, 100]]
+
+
+def test_a_streams_workers_are_not_dropped_in_silence() -> None:
+    with pytest.warns(UserWarning, match="loader's 2 workers are not used: a stream is read in this process"):
+        source = batches(DataLoader(Counting(), batch_size=8, num_workers=2))
+    assert seen(source) == seen(batches(Counting(), 8))
+
+
+def test_a_subset_by_numbers_of_numpys_is_fetched_too() -> None:
+    data = TensorDataset(torch.arange(40.0), torch.arange(40))
+    subset = Subset(data, [*np.arange(30, 10, -1)])
+    source = batches(subset, 8, shuffle=False)
+    assert next(iter(source))[1].tolist() == list(range(30, 22, -1))
+    kept = Whole(subset)
+    kept.to(torch.device("cpu"))
+    assert [one.tolist() for one in leaves(kept.batch(torch.tensor([0, 2]), 0))] == [[30, 28], [30, 28]]
+
+
+@pytest.mark.parametrize("dtype", [">f4", "datetime64[s]", "U3"])
+def test_dtypes_that_torch_lacks_are_named(dtype: str) -> None:
+    with pytest.raises(UsageError, match=r"data\['x'\] is an array of dtype .*convert it: data\['x'\]\.astype\("):
+        batches({"x": np.zeros(4, dtype=dtype)}, 2)
+
+
+def test_arrays_of_any_strides_and_of_objects_are_taken() -> None:
+    backwards = np.arange(12)[::-1]
+    fields = np.zeros(12, dtype=[("a", "i1"), ("b", "i4")])["b"]
+    texts = np.array([f"text {i}" for i in range(12)], dtype=object)
+    short = np.arange(12, dtype=np.uint16)
+    batch = next(iter(batches((backwards, fields, texts, short), 3, shuffle=False)))
+    assert batch[3].tolist() == [0, 1, 2]
+    assert (batch[0].tolist(), batch[1].tolist()) == ([11, 10, 9], [0, 0, 0])
+    assert batch[2].tolist() == ["text 0", "text 1", "text 2"]
+
+
+class OnlyHere(Dataset[Any]):
+    """Cannot be used in another process, like one that holds tensors on a GPU."""
+
+    def __init__(self) -> None:
+        self.home = os.getpid()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        if os.getpid() != self.home:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return index
+
+
+@pytest.mark.skipif(start_method() != "fork", reason="no workers are started without being asked for")
+def test_workers_that_nobody_asked_for_never_end_a_run() -> None:
+    source = batches(OnlyHere(), 8, shuffle=False)
+    source._pacing.decided, source._pacing.count = True, 2  # type: ignore[union-attr]
+    assert seen(source) == [[*range(start, start + 8)] for start in (0, 8, 16)]
+    count, reason = source.workers  # type: ignore[union-attr]
+    assert count == 0
+    assert "the workers failed: RuntimeError" in reason
+    asked = batches(OnlyHere(), 8, Plan(loader_workers=1))
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA"):
+        seen(asked)
+
+
+def test_workers_share_the_machine_with_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.data.batches.usable_cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    source: Any = batches(Drawing(), 8)
+    assert source._pacing.cores == 2
+    monkeypatch.setattr("flatout.data.batches.start_method", lambda: "spawn")
+    source = batches(Drawing(), 8)
+    assert source._pacing.decided
+    assert source.workers == (0, "processes start by 'spawn' here, which imports the script again")
+
+
+def test_workers_have_room_for_their_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "SHARED_MEMORY", tmp_path)
+    batch = torch.zeros(1024**2, dtype=torch.uint8)
+    for free_mib, fit in ((64, 7), (20, 2), (8, 0)):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free_mib * 1024**2)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert loading._workers_that_fit({"x": batch}, 16) == fit
+    pacing = Pacing(8)
+    pacing._made, pacing._used = [0.03] * 9, [0.01] * 9
+    assert not pacing._decide(batch)
+    assert (pacing.decided, pacing.count) == (True, 0)
+    assert "8 MiB free: too little for the batches of a worker" in pacing.reason

@@ -81,7 +81,24 @@ def test_what_cannot_be_shared_or_used_is_refused() -> None:
     shares = DistributedSampler(DATA, num_replicas=2, rank=0)
     with pytest.raises(UsageError, match="is a DistributedSampler; each rank's share of the whole"):
         batches(DataLoader(DATA, 4, sampler=shares), rank=0, ranks=2)
+    for batch_size, loader in (
+        (None, DataLoader(DATA, batch_sampler=BatchSampler(shares, 4, drop_last=False))),
+        (8, DataLoader(DATA, batch_sampler=BatchSampler(shares, 4, drop_last=False))),
+    ):
+        with pytest.raises(UsageError, match="is a DistributedSampler; each rank's share of the whole"):
+            batches(loader, batch_size, rank=0, ranks=2)
     with pytest.raises(UsageError, match="made an empty batch"):
         batches(DataLoader(DATA, batch_sampler=[[0], []]))
     with pytest.raises(UsageError, match=r"makes no batches; .*pass batch_size=64"):
         batches(DataLoader(DATA, batch_size=None))
+
+
+def test_no_rank_is_left_without_a_sample() -> None:
+    given = [[0, 1, 2, 3], [4, 5, 6], [7]]
+    for rank, share in enumerate(([[0, 1], [4]], [[2, 3], [5, 6]])):
+        source = batches(DataLoader(DATA, batch_sampler=given), rank=rank, ranks=2)
+        rest: Any = source.too_few_for_ranks()
+        assert (len(source), epoch(source), rest[0].tolist()) == (2, share, [7])
+    assert epoch(batches(DataLoader(DATA, batch_sampler=given))) == given
+    with pytest.raises(UsageError, match=r"made a batch of 1 for 2 ranks; .*make larger batches"):
+        batches(DataLoader(DATA, batch_sampler=[*reversed(given)]), rank=0, ranks=2)

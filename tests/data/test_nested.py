@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from flatout.data.nested import (
-    _moves_itself,
     batch_length,
     map_leaves,
     map_tensors,
+    moves_itself,
     slice_batch,
     split_batch,
     tensors_in,
     to_device,
 )
+from flatout.data.prefetch import _map_plain
 from flatout.errors import UsageError
 
 Point = namedtuple("Point", "x y")
@@ -81,5 +82,39 @@ def test_a_packed_sequence_moves_as_one() -> None:
     moved = to_device((packed, {"y": torch.zeros(2)}), "cpu")[0]
     assert type(moved) is type(packed)
     assert (moved.data.device.type, moved.batch_sizes.tolist()) == ("cpu", [2, 1, 1])
-    meta = map_leaves(lambda leaf: leaf.to("meta"), packed, _moves_itself)
+    meta = map_leaves(lambda leaf: leaf.to("meta"), packed, moves_itself)
     assert (meta.data.device.type, meta.batch_sizes.device.type) == ("meta", "cpu")
+
+
+class Opaque:
+    """A batch that knows how to move, as graphs and boxes have it."""
+
+    where = "cpu"
+
+    def to(self, device: Any) -> Opaque:
+        moved = type(self)()
+        moved.where = str(device)
+        return moved
+
+
+class InPlace(Opaque):
+    def to(self, device: Any) -> None:  # type: ignore[override]
+        self.where = str(device)
+
+
+class Encoding(UserDict[str, Any]):
+    """As that of a tokenizer, whose `to` changes itself."""
+
+    def to(self, device: Any) -> Encoding:
+        raise AssertionError("the original would be changed")
+
+
+def test_objects_that_move_themselves_do() -> None:
+    moved = to_device([Opaque(), {"boxes": InPlace()}, Encoding(x=X)], "meta")
+    assert (moved[0].where, moved[1]["boxes"].where) == ("meta", "meta")
+    assert type(moved[2]) is Encoding
+    assert moved[2]["x"].is_meta
+    kept = Opaque()
+    doubled = _map_plain(lambda tensor: tensor * 2, [X, kept])  # what runs ahead is only what the allocator knows of
+    assert torch.equal(doubled[0], 2 * X)
+    assert doubled[1] is kept

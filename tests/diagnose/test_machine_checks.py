@@ -101,6 +101,11 @@ def test_hidden_gpus(gpu_machine: Machine) -> None:
     assert only(all_hidden, Facts(cuda_visible_devices="", nvidia_pci_devices=1)).severity == "warning"
     some = replace(gpu_machine, hidden_devices=("NVIDIA H200",))
     assert only(some, Facts(cuda_visible_devices="0")).severity == "note"
+    part = only(all_hidden, Facts(cuda_visible_devices="MIG-7e8f", nvidia_pci_devices=1))
+    assert (part.severity, part.title) == (
+        "note",
+        "CUDA_VISIBLE_DEVICES names a MIG instance, of which Flatout knows nothing",
+    )
 
 
 def test_an_occupied_gpu_names_who_holds_it_and_where_to_go(gpu_machine: Machine) -> None:

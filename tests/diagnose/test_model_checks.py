@@ -140,6 +140,9 @@ HEALTHY = {
     ).replace("\n        def parameters", "\n    def parameters"),
     "a buffer": module('self.register_buffer("mask", torch.ones(8, 8))', "return x * self.mask"),
     "a tensor that forward moves": module("self.mask = torch.ones(8)", "return x * self.mask.to(x.device)"),
+    "a tensor of which forward moves a part": module(
+        "self.mask = torch.ones(8, 8)", "return x * self.mask[:4].bool().to(x.device)"
+    ),
     "a state that forward assigns": module(
         "self.state = torch.zeros(8)", "self.state = self.state + x.detach()\nreturn x + self.state"
     ),

@@ -93,7 +93,6 @@ def behaviour(**given: Any) -> Behaviour:
     known: dict[str, Any] = {
         "steps": 50,
         "seconds": 5.0,
-        "optimizers": 1,
         "zeroed_steps": 50,
         "backwards": (BackwardSeen(line=LINE, calls=50, per_step=1.0, reduction="mean"),),
         "forwards": (TRAINING,),
@@ -202,6 +201,7 @@ def loading(**given: Any) -> Facts:
 ACCUMULATING = source("for i, x in enumerate(loader):\n    loss.backward()\n    if i % 4 == 3:\n        opt.step()\n")
 DIVIDING = source("for i, x in enumerate(loader):\n    (loss / 4).backward()\n    if i % 4 == 3:\n        opt.step()\n")
 FOUR = (BackwardSeen(line=LINE, calls=200, per_step=4.0, reduction="mean"),)
+POLICY = source("for x in episodes:\n    loss = -(log_prob(x) * rewards).mean()\n    loss.backward()\n    opt.step()\n")
 LATE = source("for x in loader:\n    loss.backward()\n    scheduler.step()\n    opt.step()\n")
 EARLY = source(
     "s = StepLR(opt, 2)\nfor e in r:\n    s.step()\n    for x in loader:\n        loss.backward()\n        opt.step()\n"
@@ -229,6 +229,7 @@ TINY = (LoaderSeen(dataset="D", samples=None, batch_size=1, workers=0, pin_memor
 SMALL_OPERATORS = profile(operators=(operator(seconds=0.001),), operator_calls=100.0)
 DDP = ParallelSeen(kind="DistributedDataParallel", devices=1, synchronised_per_step=4.0)
 WIDE_SCORES = operator(name="aten::_log_softmax", operator_class="softmax", shapes="[512, 50257]", seconds=0.02)
+LONG_ATTENTION = replace(WIDE_SCORES, name="aten::_softmax", shapes="[2, 8, 9000, 9000]")
 BY_HAND = observed(modules=(ModuleSeen(kind="Net", parameters=9, attention_by_hand="Attention"),))
 ATTENTION = (
     ModuleRow(path="Net.attn", kind="Attention", depth=1, calls=1, forward_seconds=0.02, backward_seconds=0.03),
@@ -240,9 +241,7 @@ TORCHS_ATTENTION = operator(
 POINTWISE = operator(name="aten::mul", operator_class="pointwise", module="Net.attn", seconds=0.02)
 NORMS = (ModuleRow(path="Net.norm", kind="Norm", depth=1, calls=1, forward_seconds=0.01, backward_seconds=0.01),)
 SIMPLE_NORM = replace(NORMS[0], forward_seconds=0.001, backward_seconds=0.001)
-CHANNELS = ChannelsLastSeen(
-    layers=4, contiguous_seconds=0.02, channels_last_seconds=0.01, low_ratio=1.8, calls_per_step=4
-)
+CHANNELS = ChannelsLastSeen(layers=4, contiguous_seconds=0.02, channels_last_seconds=0.01, low_ratio=1.8)
 CONVOLUTION = profile(operators=(operator(name="aten::convolution", operator_class="convolution", seconds=0.06),))
 PAGEABLE = KernelRow(name="Memcpy HtoD (Pageable -> Device)", kind="copy", calls=2, seconds=0.01)
 DEAD = gradients(layers=layers(0.0, 0.0, 0.0, 0.0), norms=(0.0,) * 10, largest_vectors=(0.0,) * 10)
@@ -251,6 +250,11 @@ BROADCAST = BroadcastSeen(line=LINE, predictions="[80, 1]", targets="[80]", call
 WAIT = WaitRow(operator="aten::_local_scalar_dense", line="train.py:12", calls=1, seconds=0.05)
 SYNC_IDLE = IdleCause(cause="sync", seconds=0.02, evidence="")
 H100 = Gpu(index=0, name="H100", memory_total_bytes=80 << 30)
+GPU_MACHINE = replace(
+    MACHINE,
+    devices=(replace(H100, fast_dtypes=("fp32", "tf32", "bf16")),),
+    versions=replace(MACHINE.versions, cuda="12.8", driver_cuda=None),
+).with_ceilings(ceilings("cuda:0", fp32=5e13, tf32=4e14))
 RISING = tuple(1.0 + 0.1 * step for step in range(150))
 BREAK = GraphBreakSeen(reason="call to print", line=LINE, count=1)
 
@@ -374,6 +378,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(backwards=(replace(FOUR[0], scaled=True),)), source=ACCUMULATING),
             facts(behaviour=behaviour(backwards=(replace(FOUR[0], reduction="sum"),)), source=ACCUMULATING),
             facts(behaviour=behaviour(backwards=(*FOUR, replace(FOUR[0], line=EVALUATION_LINE))), source=ACCUMULATING),
+            facts(behaviour=behaviour(backwards=(replace(FOUR[0], callers=2),)), source=ACCUMULATING),
         ],
     ),
     "scheduler-order": (
@@ -426,6 +431,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, replace(TARGETS, grad=True, unused=50)))),
             facts(behaviour=behaviour(losses=())),
             facts(behaviour=behaviour(losses=(0.0,) * 20)),
+            facts(behaviour=behaviour(losses=RISING), source=POLICY),
         ],
     ),
     "exploding-gradients": (
@@ -653,13 +659,17 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
     ),
     "fp32-matmul": (
-        [facts(machine=MACHINE.with_ceilings(ceilings(fp32=1e11, bf16=5e11)))],
+        [
+            facts(machine=MACHINE.with_ceilings(ceilings(fp32=1e11, bf16=5e11))),
+            on_gpu(machine=GPU_MACHINE),
+        ],
         [
             facts(machine=MACHINE.with_ceilings(ceilings(fp32=1e11, bf16=1.2e11))),
             facts(
                 machine=MACHINE.with_ceilings(ceilings(fp32=1e11, bf16=5e11)),
                 observed=observed(autocast_in_script=True),
             ),
+            on_gpu(machine=GPU_MACHINE, profiled={"operators": CONVOLUTION.operators}),
         ],
     ),
     "denormals": (
@@ -678,7 +688,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
     ),
     "huge-softmax": (
         [facts(profile=profile(operators=(WIDE_SCORES,)))],
-        [facts(profile=profile(operators=(replace(WIDE_SCORES, shapes="[512, 1000]"),)))],
+        [
+            facts(profile=profile(operators=(replace(WIDE_SCORES, shapes="[512, 1000]"),))),
+            facts(profile=profile(operators=(LONG_ATTENTION,))),
+        ],
     ),
     "allocator-churn": (
         [
@@ -709,12 +722,14 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(parallel=(replace(DDP, synchronised_per_step=1.0),), backwards=FOUR)),
             facts(behaviour=behaviour(parallel=(DDP,))),
+            facts(behaviour=behaviour(parallel=(DDP,), backwards=(replace(FOUR[0], callers=2),))),
         ],
     ),
     "needless-find-unused-parameters": (
         [facts(behaviour=behaviour(parallel=(replace(DDP, find_unused=True),)))],
         [
             facts(behaviour=behaviour(parallel=(replace(DDP, find_unused=True, unused_parameters=2),))),
+            facts(behaviour=behaviour(parallel=(replace(DDP, find_unused=True),), zero_grad_fills=True)),
             facts(behaviour=behaviour(parallel=(DDP,))),
         ],
     ),

@@ -165,3 +165,21 @@ def test_gradients_are_scaled_anew_in_every_backward_pass() -> None:
     for factor, retain in ((3.0, True), (0.5, True), (7.0, False)):
         found = torch.autograd.grad(loss * factor, leaves, retain_graph=retain)
         torch.testing.assert_close(found, tuple(one * factor for one in expected))
+
+
+def test_small_gradients_of_fp16_do_not_vanish_before_the_loss_scale() -> None:
+    """A probability of a millionth over 100 rows is below fp16's smallest number."""
+    torch.manual_seed(0)
+    weight = torch.randn(400, 16).half().float().requires_grad_()
+    hidden = (torch.randn(100, 16) * 2).half().float().requires_grad_()
+    targets = torch.randint(0, 400, (100,))
+    expected = torch.autograd.grad(functional.cross_entropy(hidden @ weight.T, targets), [hidden, weight])
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    scaled = torch.autograd.grad(loss * 2.0**16, [hidden, weight])
+    found = [one / 2.0**16 for one in scaled]
+    assert (found[1] != 0).all()
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.01
+    rows = (found[1] - expected[1]).norm(dim=1) / expected[1].norm(dim=1)
+    assert rows.max() < 0.05  # those of rare classes too

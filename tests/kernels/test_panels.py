@@ -22,6 +22,7 @@ from flatout.precision.quantize import (
     quantize_rows_int8,
 )
 from tests.kernels.unpacking import unpacked
+from tests.odd_defaults import odd_defaults
 
 FORMS = [FLOAT, BFLOAT16, INT8, INT4]
 
@@ -156,6 +157,16 @@ def test_whole_numbers_for_what_is_not_finite_are_refused(form: int, bad: float)
     weight[33, 7] = bad
     with pytest.raises(UsageError, match="1 of 2560 weights are inf or NaN; whole numbers stand for neither"):
         pack([weight], None, form)
+
+
+@pytest.mark.usefixtures("_build")
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_user_set_for_new_tensors_changes_nothing(form: int) -> None:
+    weight, bias, x = torch.randn(5, 64), torch.randn(5), torch.randn(3, 64)
+    expected = product(pack([weight], bias, form), x)
+    with odd_defaults():
+        found = product(pack([weight], bias, form), x)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("_build")

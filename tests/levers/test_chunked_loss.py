@@ -346,6 +346,22 @@ def test_a_second_backward_and_a_gradient_of_the_gradient() -> None:
     torch.testing.assert_close([p.grad for p in again.parameters()], twice)
 
 
+def test_saved_tensors_may_wait_elsewhere_without_forming_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As activation offload and torch's `save_on_cpu` have it."""
+
+    def fail(*args: Any) -> Any:
+        raise AssertionError("formed")
+
+    model = Model()
+    expected = plain(nanogpt, model)
+    monkeypatch.setattr("flatout.levers.lazy_scores.Source.form", fail)
+    with (
+        ChunkedLoss().apply(Subject(), "chunked"),
+        torch.autograd.graph.saved_tensors_hooks(lambda one: one.detach().clone(), lambda one: one),
+    ):
+        torch.testing.assert_close(results(nanogpt, model), expected)
+
+
 def by_the_scores(ask: str, model: Model, *, chunked: bool) -> list[Tensor]:
     x, y = batch()
     scores = model(x)

@@ -82,3 +82,73 @@ def test_out_of_memory_ends_the_run() -> None:
     step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_fn, PLAN)
     with pytest.raises(torch.OutOfMemoryError):
         step(BATCH)
+
+
+def twice(between: Callable[[nn.Module, Any], None]) -> list[list[torch.Tensor]]:
+    """The weights after two steps with `between` in the middle, plainly and updated in backward."""
+    found = []
+    for plan in (Plan(), PLAN):
+        net = model()
+        net[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(net[3].parameters(), lr=1e-2)
+        step = TrainStep(net, optimizer, LOSS, plan)
+        step(BATCH)
+        between(net, optimizer)
+        step(BATCH)
+        step.close()
+        found.append([one.detach().clone() for one in net.parameters()])
+    return found
+
+
+def loaded_with_another_rate(net: nn.Module, optimizer: Any) -> None:
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+
+
+def joined_by_a_layer(net: nn.Module, optimizer: Any) -> None:
+    net[0].requires_grad_(True)
+    optimizer.add_param_group({"params": net[0].parameters(), "lr": 3e-3})
+
+
+@pytest.mark.parametrize("between", [loaded_with_another_rate, joined_by_a_layer])
+def test_groups_are_those_that_the_optimizer_has_now(between: Callable[[nn.Module, Any], None]) -> None:
+    plain, ours = twice(between)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer that may do anything."""
+
+
+def step_replaced(net: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.step = optimizer.step  # type: ignore[method-assign]
+    return optimizer
+
+
+def hook_of_steps(net: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def hook_of_a_layer(net: nn.Module) -> Any:
+    net[3].register_full_backward_hook(lambda *_: None)
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda net: Mine(net.parameters(), lr=0.1), "Mine is not known to update each parameter independently"),
+        (step_replaced, "the optimizer's step was replaced"),
+        (hook_of_steps, "there are hooks around the optimizer's step"),
+        (hook_of_a_layer, "Linear has a backward hook"),
+    ],
+)
+def test_what_may_need_all_gradients_or_look_in_between_is_refused(make: Callable[[nn.Module], Any], why: str) -> None:
+    net = model()
+    with pytest.raises(UsageError, match=f"optimizer_in_backward is true, and {why}"):
+        TrainStep(net, make(net), LOSS, PLAN)
+    assert not any(one._post_accumulate_grad_hooks for one in net.parameters())

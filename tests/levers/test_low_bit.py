@@ -207,3 +207,40 @@ def test_moments_that_are_taken_over_are_never_zero_where_they_were_not() -> Non
         weights.append(net.weight.detach() - before)
     plain, ours = weights
     assert ours.abs().max() < 2 * plain.abs().max()  # one that leaps moves by hundreds of learning rates
+
+
+@pytest.mark.usefixtures("uncompiled_torchao")
+def test_the_optimizers_own_state_dict_is_plain() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    step = TrainStep(net, optimizer, LOSS, PLAN)
+    step(batch())
+    held = optimizer.state[net[0].weight]
+    saved = optimizer.state_dict()
+    assert is_in_codes(held["exp_avg"])  # saving changed nothing
+    assert all(type(value) is torch.Tensor for entry in saved["state"].values() for value in entry.values())
+    assert torch.equal(saved["state"][0]["exp_avg"], held["exp_avg"].dequantize())
+    optimizer.load_state_dict(saved)
+    step(batch())
+    assert is_in_codes(optimizer.state[net[0].weight]["exp_avg"])
+    step.close()
+    assert not optimizer._optimizer_state_dict_post_hooks
+
+
+@pytest.mark.usefixtures("uncompiled_torchao")
+def test_hooks_before_a_step_see_every_parameter_as_it_was() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    step = TrainStep(net, optimizer, LOSS, PLAN)
+    before = [one.detach().clone() for one in net.parameters()]
+    seen: list[bool] = []
+
+    def look(optimizer: Any, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        seen.extend(torch.equal(one, other) for one, other in zip(group["params"], before, strict=True))
+
+    optimizer.register_step_pre_hook(look)
+    step(batch())
+    assert seen == [True] * len(before)
+    assert not any(torch.equal(one, other) for one, other in zip(net.parameters(), before, strict=True))
+    assert len(optimizer._optimizer_step_pre_hooks) == 1

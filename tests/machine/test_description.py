@@ -64,6 +64,12 @@ def test_a_gpu_counts_only_if_torch_can_drive_it(machine: Machine) -> None:
     assert replace(built, versions=replace(built.versions, cuda="12.9", driver_cuda="12.4")).device_kind == "cuda"
 
 
+def test_torch_numbers_the_gpus_that_it_sees(machine: Machine) -> None:
+    seen = replace(machine, devices=visible((gpu(0, "A"), gpu(1, "B"), gpu(2, "C")), "2,0"))
+    names = [found and found.name for found in map(seen.gpu, ("cuda", "cuda:0", "cuda:1", "cuda:2", "cpu"))]
+    assert names == ["C", "C", "A", None, None]
+
+
 @pytest.mark.parametrize(("version", "number"), [("12.8", 12), ("13", 13), (None, None), ("", None), ("x.1", None)])
 def test_major(version: str | None, number: int | None) -> None:
     assert major(version) == number

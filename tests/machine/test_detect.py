@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
-from flatout.machine.description import Machine
-from flatout.machine.detect import available_cores, cpu_fast_dtypes, detect, parse_cpuinfo
+from flatout.machine import detect as detect_module
+from flatout.machine.description import Gpu, Machine
+from flatout.machine.detect import available_cores, cpu_fast_dtypes, detect, model_id, parse_cpuinfo
+from flatout.machine.nvidia import Driver
 
 # What detection may not do: import torch (the user's script sets it up first), or fork anything from CUDA.
 PROBE = """
@@ -65,3 +67,21 @@ def test_processors_of_both_makers_and_arm() -> None:
     assert cpu_fast_dtypes(["asimdhp", "bf16", "i8mm"]) == ("fp32", "bf16", "fp16", "int8")
     assert cpu_fast_dtypes([]) == ("fp32",)
     assert parse_cpuinfo("") == {}
+    arm = "processor: 0\nCPU implementer: 0x41\nCPU architecture: 8\nCPU variant: 0x1\nCPU part: 0xd40\nCPU revision: 2"
+    assert model_id(parse_cpuinfo(arm)) == "0x41-0xd40-0x1-2"
+    assert model_id({"vendor_id": "GenuineIntel", "cpu family": "6", "model": "207"}) == "GenuineIntel-6-207-?"
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("", "CUDA_VISIBLE_DEVICES hides them all"),
+        ("MIG-7e8f", "CUDA_VISIBLE_DEVICES names a MIG instance, of which Flatout knows nothing"),
+    ],
+)
+def test_why_no_gpu_is_seen(setting: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Driver(version="580.1", gpus=(Gpu(name="NVIDIA H200", index=0, uuid="GPU-1"),))
+    monkeypatch.setattr(detect_module, "read_driver", lambda: there)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    found = detect()
+    assert (found.devices, found.hidden_devices, found.no_devices_reason) == ((), ("NVIDIA H200",), reason)

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatout.errors import MachineError, UsageError
 from flatout.machine.device import (
@@ -11,8 +12,10 @@ from flatout.machine.device import (
     FakeDevice,
     RecordingDevice,
     ReplayedDevice,
+    wait_for_gpus,
 )
 from flatout.timing import measure
+from flatout.torch_private import tensors
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 
@@ -31,6 +34,16 @@ def test_the_cpu_is_a_device() -> None:
     assert allocated is not None
     assert peak is None or peak >= 0.9 * allocated  # the kernel counts in batches
     device.reset_peak()
+
+
+def test_every_gpu_in_use_is_waited_for_and_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(tensors, "has_cuda_context", lambda index: index != 1)
+    wait_for_gpus()
+    assert waited == [0, 2]
 
 
 def test_a_fake_device_runs_behind_the_program() -> None:

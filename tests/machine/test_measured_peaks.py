@@ -30,6 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_peak, "_CPU_SIZES", (32, 64))
     monkeypatch.setattr(bandwidth_peak, "_CPU_ARRAY_BYTES", 16 * MIB)
+    monkeypatch.setattr(bandwidth_peak, "l3_bytes", lambda: 0)
     monkeypatch.setattr(measured_peaks, "disk_peak", lambda folder, seconds: (None, "not in this test"))
 
 
@@ -195,7 +196,21 @@ def test_the_file_system_is_the_deepest_mount(tmp_path: Path) -> None:
     assert file_system_of(Path("/"), tmp_path / "absent") is None
 
 
-def test_peaks_stay_within_memory() -> None:
+def test_an_array_is_larger_than_all_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        folder = tmp_path / f"cpu{cpu}" / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text("393216K\n")
+        (folder / "shared_cpu_list").write_text(f"{shared}\n")
+    (tmp_path / "cpufreq").mkdir()
+    assert bandwidth_peak.l3_bytes(tmp_path) == 768 * MIB
+    assert bandwidth_peak.l3_bytes(tmp_path / "absent") == 0
+    monkeypatch.setattr(bandwidth_peak, "l3_bytes", lambda: 768 * MIB)
+    assert bandwidth_peak.array_bytes("cpu", 64 * 1024 * MIB) == 3 * 1024 * MIB
+
+
+def test_peaks_stay_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth_peak, "l3_bytes", lambda: 32 * MIB)
     assert bandwidth_peak.array_bytes("cpu", 64 * 1024 * MIB) == 512 * MIB
     assert bandwidth_peak.array_bytes("cpu", 800 * MIB) == 100 * MIB
     assert bandwidth_peak.array_bytes("cuda", None) == 2048 * MIB

@@ -217,6 +217,20 @@ def test_what_a_driver_refuses_is_unknown_and_says_why(play: Callable[..., None]
     assert gpu.temperature_celsius == 61.0
 
 
+def test_a_gpu_that_is_lost_hides_no_other(play: Callable[..., None]) -> None:
+    def handle(index: int) -> int:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    play(DeviceGetCount=lambda: 3, DeviceGetHandleByIndex=handle)
+    sensors = nvidia_sensors.NvidiaSensors()
+    assert [gpu.index for gpu in sensors.read()] == [1, 2]
+    assert sensors.reason is None
+    play(DeviceGetCount=lambda: 1, DeviceGetHandleByIndex=handle)
+    assert "lists no GPU that answers: GPU is lost" in (nvidia_sensors.NvidiaSensors().reason or "")
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from flatout.checkpoint import folder, shared_saves
 from flatout.checkpoint.folder import Checkpoints
-from flatout.checkpoint.saved import open_checkpoint
-from flatout.errors import UsageError
+from flatout.checkpoint.parts import Part, part_of, read_parts
+from flatout.checkpoint.saved import open_checkpoint, write_parts
+from flatout.checkpoint.shared_saves import SharedSave
+from flatout.errors import MachineError, UsageError
+from flatout.machine.ranks import pretended_ranks
 from tests.train.conftest import RunRanks
 
 SAVE = """
@@ -102,3 +109,88 @@ def test_a_key_of_the_users_is_not_taken_for_a_part(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save({"extra": extra}, step=1)
     assert checkpoints.at(1).load() == {"extra": extra}
+
+
+def test_copies_of_parts_are_one_part(tmp_path: Path) -> None:
+    """Two by two ranks: each half of the rows is on two of them."""
+    whole = torch.randn(4, 3)
+    halves = [Part(local=whole[at : at + 2], shape=whole.shape, offset=(at, 0)) for at in (0, 2)]
+    parts = [halves[0], halves[1], replace(halves[0], first_copy=False), halves[1]]
+    names = [write_parts(tmp_path, rank, {"w": part})[0] for rank, part in enumerate(parts)]
+    read = read_parts([tmp_path / name for name in names], {"w": ([4, 3], "float32")})
+    assert torch.equal(read["w"], whole)
+    with safe_open(tmp_path / names[2], framework="pt") as file:
+        assert list(file.keys()) == []
+    write_parts(tmp_path, 9, {"w": replace(halves[0], offset=(1, 0))})
+    with pytest.raises(ValueError, match="the parts of w are not the whole"):
+        read_parts([*tmp_path.glob("part-*")], {"w": ([4, 3], "float32")})
+
+
+def test_of_a_mesh_of_two_dimensions_the_first_ranks_write() -> None:
+    with pretended_ranks(4):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2, 2))
+        spread = distribute_tensor(torch.ones(4, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        part = part_of(spread)
+        assert part is not None
+        assert (part.local.shape, part.offset, part.first_copy) == ((2, 3), (0, 0), True)
+
+
+class Ranks:
+    """Three ranks in one process, which save in the background."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, self._here = torch.distributed.HashStore(), 0
+        monkeypatch.setattr(shared_saves, "POLL_SECONDS", 0.002)
+        monkeypatch.setattr(shared_saves, "rank_and_ranks", lambda: (self._here, 3))
+        monkeypatch.setattr(shared_saves, "default_store", lambda: store)
+        self._checkpoints = [Checkpoints(folder, asynchronous=True, rank=rank) for rank in range(3)]
+
+    def save(self, step: int) -> list[int]:
+        """Which ranks raised an error."""
+        raised = []
+        for rank, checkpoints in enumerate(self._checkpoints):
+            self._here = rank
+            part = Part(local=torch.full((1,), float(step)), shape=torch.Size([3]), offset=(rank,))
+            try:
+                checkpoints.save({"model": {"w": part}}, step=step)
+            except (MachineError, OSError):
+                raised.append(rank)
+        return raised
+
+    def wait(self) -> None:
+        for checkpoints in self._checkpoints:
+            checkpoints.wait()
+
+
+def test_after_a_failure_the_ranks_save_the_same_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, write, failed = Ranks(tmp_path, monkeypatch), folder.write_parts, []
+
+    def fails_once(place: Path, rank: int, parts: Any) -> Any:
+        if rank == 1 and not failed:
+            failed.append(rank)
+            raise OSError(5, "Input/output error")
+        return write(place, rank, parts)
+
+    monkeypatch.setattr(folder, "write_parts", fails_once)
+    assert ranks.save(1) == []
+    assert ranks.save(2) == [0, 1]  # what failed before; rank 2 does not know of it, and saves nothing either
+    assert ranks.save(3) == []
+    ranks.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step-3"]
+    assert Checkpoints(tmp_path).at(3).load()["model"]["w"].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, store = [0], torch.distributed.HashStore()
+    monkeypatch.setattr(shared_saves, "rank_and_ranks", lambda: (here[0], 2))
+    monkeypatch.setattr(shared_saves, "default_store", lambda: store)
+    first, here[0] = SharedSave(), 1
+    other = SharedSave()
+    first.begin(tmp_path, 20)
+    with pytest.raises(MachineError, match=r"rank 0 saves step 20, and rank 1 step 10; .*on every rank"):
+        other.write(lambda place: pytest.fail("it was written"), 10)
+    with pytest.raises(MachineError, match="rank 1 could not write its part of the checkpoint: MachineError: rank 0"):
+        first.collected(tmp_path)

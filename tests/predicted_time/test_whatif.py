@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from torch.nn import functional
 
 import flatout
 from flatout import Plan, TrainStep
+from flatout.application.whatif import WhatIfRequest, check_precision
 from flatout.errors import UsageError
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig
+from flatout.precision.matmul import matmul_precision
 from flatout.predicted_time import predicting, replayed
 from flatout.predicted_time.fake_steps import fake_step, followed
 from flatout.predicted_time.predicting import USUAL_DEVICES
-from flatout.profiling.following import OperatorFollower
-from flatout.profiling.step_operators import as_one, marked
+from flatout.profiling import following
+from flatout.profiling.following import FollowedOperator, OperatorFollower, Origin
+from flatout.profiling.step_operators import Operator, StepOperators, as_one, marked
+from flatout.script.entry import Target
 from flatout.sizing.training import Training
 from flatout.timing import Load
 
@@ -91,6 +96,54 @@ def test_prices() -> None:
     assert "of a million samples" in str(found)
 
 
+def test_the_precision_of_the_process_and_of_the_weights_counts() -> None:
+    step, batch = mlp_step()
+    plain = flatout.whatif(step, batch, devices=["h100"], batch_size=4096)
+    with matmul_precision("high"):
+        found = flatout.whatif(step, batch, devices=["h100"], batch_size=4096)
+        assert found.precision == "TF32 where the GPU has it"
+        same = flatout.whatif(step, batch, devices=["h100"], batch_size=4096, plan=Plan(matmul_precision="highest"))
+    assert found["h100"].by_kind.keys() != plain["h100"].by_kind.keys()
+    assert same["h100"].by_kind == plain["h100"].by_kind
+    assert (plain.precision, same.precision) == ("fp32", "fp32")
+    step.model.to(torch.bfloat16)
+    found = flatout.whatif(step, (batch[0].bfloat16(), batch[1]), devices=["h100"])
+    assert found.precision == "bf16"
+    assert "matmul, half" in found["h100"].by_kind
+
+
+def test_a_part_of_a_step_predicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "MOST_OPERATORS", 5)
+    with pytest.raises(UsageError, match="a step has more than 5 operators"):
+        flatout.whatif(*mlp_step(), devices=["h100"])
+
+
+def test_operators_of_extensions_are_predicted_by_their_bytes_and_said() -> None:
+    one = FollowedOperator(
+        name="mylib::attention", shapes=((8, 8),), dtype="bfloat16", flops=None, size_bytes=3.35e9, phase="forward",
+        origin=Origin(),
+    )  # fmt: skip
+    step = StepOperators(
+        operators=as_one([one, replace(one, name="prim::device")]), samples=1, device="cpu", tf32=False, fault="",
+        rolled_back={},
+    )  # fmt: skip
+    found = predicting.of_script(step, name="train.py", devices=["h100"], tf32=False, peak_bytes=None, prices=None)
+    assert found["h100"].step_seconds == pytest.approx(1e-3 / 0.708, rel=0.1)
+    assert found.notes[0] == "predicted by their bytes alone, as their FLOPs are unknown: mylib::attention"
+
+
+def test_a_precision_that_a_script_overrides_is_refused() -> None:
+    half = Operator(
+        name="aten::mm", operator_class="matmul", part="forward", dtype="float16", calls=1, flops=1, bytes=1
+    )
+    step = StepOperators(operators=(half,), samples=1, device="cpu", tf32=False, fault="", rolled_back={})
+    request = WhatIfRequest(target=Target.from_command(["train.py"]), precision="tf32")
+    with pytest.raises(UsageError, match="itself computes products in fp16"):
+        check_precision(request, step)
+    check_precision(replace(request, precision="bf16"), step)
+    check_precision(request, replace(step, operators=()))
+
+
 def test_a_precision_that_a_gpu_lacks_is_unknown() -> None:
     step, batch = mlp_step()
     found = flatout.whatif(step, batch, devices=["t4", "h100"], plan=Plan(precision="bf16"))
@@ -125,12 +178,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_machine_under_other_settings() -> None:
     step, batch = mlp_step()
     before = [one.clone() for one in step.model.parameters()]
-    threads = torch.get_num_threads()
+    threads, numbers = torch.get_num_threads(), torch.get_rng_state()
     found = flatout.whatif(step, batch, devices=["cpu"], plan=Plan(precision="bf16"), batch_size=16, threads=1)["cpu"]
     assert found.step_seconds
     assert found.samples == 16
     assert found.peak_bytes
     assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), numbers)
     assert all(torch.equal(one, other) for one, other in zip(step.model.parameters(), before, strict=True))
 
 
@@ -207,6 +261,8 @@ def test_recurrent_layers_are_not_timed_one_by_one() -> None:
         ({"batch_size": 0}, "at least 1"),
         ({"prices": {"h100": 0}}, "above 0"),
         ({"prices": {"h100": True}}, "above 0"),
+        ({"prices": [2.5]}, "of an hour by device"),
+        ({"prices": []}, "of an hour by device"),
         ({"devices": ["h100"], "prices": {"t4": 1.0}}, "devices asked for: h100"),
         ({"plan": "bf16"}, "flatout.Plan"),
     ],

@@ -7,12 +7,14 @@ import gzip
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from flatout.errors import UsageError
-from flatout.profiling.exports import check_table, check_trace, write_table, write_trace
-from flatout.profiling.profile import OperatorRow, grouped, sorted_operators
+from flatout.profiling.exports import check_table, check_trace, write_table, write_tensorboard, write_trace
+from flatout.profiling.profile import OperatorRow, Profile, grouped, sorted_operators
+from flatout.train.loggers import TensorBoardLog
 
 ROWS = [
     OperatorRow(
@@ -61,6 +63,18 @@ def test_a_trace_is_compressed_where_its_name_says_so(tmp_path: Path) -> None:
     assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())) == {"traceEvents": []}
     write_trace(recorded, tmp_path / "trace.json")
     assert (tmp_path / "trace.json").read_text() == recorded.read_text()
+
+
+def test_a_name_may_be_an_ending_alone(tmp_path: Path) -> None:
+    check_table(tmp_path / ".csv")
+    write_table(tmp_path / ".csv", ROWS)
+    assert (tmp_path / ".csv").read_text().startswith("name,")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot write .*logs: "):
+        write_tensorboard(tmp_path / "file" / "logs", None, cast(Profile, None), cast(TensorBoardLog, None))
 
 
 @pytest.mark.parametrize("name", ["table.xls", "absent/table.csv", "table"])

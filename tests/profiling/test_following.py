@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from flatout.profiling import following
 from flatout.profiling.following import FollowedOperator, OperatorFollower
+from flatout.train.flops import OperationCount
 
 HERE = str(Path(__file__).parent)
 
@@ -100,6 +104,21 @@ def test_bytes_count_arguments_and_results_and_no_views() -> None:
     assert sizes["aten::add"] == 4 * (200 + 20 + 200)
 
 
+def test_bytes_of_what_changes_its_arguments() -> None:
+    x, lists = torch.ones(10), [[torch.ones(10), torch.ones(10)] for _ in range(2)]
+
+    def work() -> None:
+        x.add_(1)
+        x.copy_(torch.arange(10.0))
+        x.zero_()
+        torch._foreach_add_(*lists)
+        torch._foreach_zero_(lists[0])
+
+    sizes = {one.name: one.size_bytes for one in follow(work).operators}
+    assert (sizes["aten::add_"], sizes["aten::copy_"], sizes["aten::zero_"]) == (80, 80, 40)
+    assert (sizes["aten::_foreach_add_"], sizes["aten::_foreach_zero_"]) == (240, 80)
+
+
 def test_evaluation_and_loading_are_phases_of_their_own() -> None:
     model = nn.Linear(4, 2)
     loader = torch.utils.data.DataLoader([torch.ones(4)] * 4, batch_size=2)
@@ -152,3 +171,63 @@ def test_two_outermost_modules_of_one_class_are_told_apart() -> None:
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     found = follow(lambda: b(a(torch.ones(1, 2))))
     assert list(found.modules) == ["Linear", "Linear#2"]
+
+
+def test_operators_in_inference_mode_are_those_of_any_other() -> None:
+    model, x = Net(), torch.randn(5, 6)
+    found: list[list[str]] = []
+    for mode in (torch.no_grad, torch.inference_mode):
+
+        def work(mode: Any = mode) -> None:
+            with mode():
+                model(x)
+
+        follower = follow(work)
+        found.append([one.name for one in follower.operators])
+        assert flops(follower.operators, "evaluation") == 2 * 5 * (6 * 8 + 8 * 4)
+    assert found[0] == found[1]
+
+
+def test_a_formula_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = OperationCount.of
+
+    def failing(self: OperationCount, operation: Any, *given: Any) -> float | None:
+        if operation is torch.ops.aten.relu.default:
+            raise ValueError("odd tensor")
+        return of(self, operation, *given)
+
+    monkeypatch.setattr(OperationCount, "of", failing)
+    found = follow(lambda: Net()(torch.randn(5, 6)))
+    assert flops(found.operators, "forward") == 2 * 5 * (6 * 8 + 8 * 4)
+    assert found.incomplete == "FLOPs of aten::relu cannot be counted: ValueError: odd tensor"
+
+
+def test_a_step_that_is_too_long_is_known_to_be_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert follow(lambda: torch.ones(2) + 1).incomplete == ""
+    monkeypatch.setattr(following, "MOST_OPERATORS", 1)
+    assert follow(lambda: torch.ones(2) + 1).incomplete == "a step has more than 1 operators"
+
+
+def test_a_higher_order_operator_is_one_whose_parts_are_unknown() -> None:
+    x = torch.ones(2)
+    found = follow(lambda: torch.ops.higher_order.cond(True, torch.sin, torch.cos, (x,)))
+    assert "higher_order::cond" in [one.name for one in found.operators]
+    assert found.incomplete == "higher_order::cond does not show the operators that it calls"
+
+
+def test_modules_of_other_threads_are_none_of_the_step() -> None:
+    class Outer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            other = threading.Thread(target=nn.ReLU(), args=(x,))
+            other.start()
+            other.join()
+            return x + 1
+
+    model = Outer()
+    found = follow(lambda: model(torch.ones(2)))
+    assert list(found.modules) == ["Outer"]
+
+
+def test_a_module_that_is_gone_lends_its_name_to_no_other() -> None:
+    found = follow(lambda: [nn.Linear(2, 2)(torch.ones(1, 2)) for _ in range(10)])
+    assert list(found.modules) == ["Linear", *(f"Linear#{number}" for number in range(2, 11))]

@@ -110,6 +110,11 @@ def test_an_unknown_ceiling_has_a_reason(ceilings: Ceilings | None, device: str,
     assert reason in found.reason
 
 
+def test_operators_of_no_dtype_have_a_reason_too() -> None:
+    (found,) = roofline([row("other", flops=1e9, size_bytes=1)], CEILINGS, device="cpu")
+    assert found.reason == "unknown, because the rate of this device was not measured"
+
+
 def test_the_share_of_products_on_matrix_units_of_a_cpu() -> None:
     rows = [row("matmul", seconds=3, flops=1.0), row("matmul", seconds=1, flops=1.0, dtype="bfloat16")]
     found = matrix_units(rows, (), MACHINE, device="cpu")
@@ -178,6 +183,8 @@ def test_tensor_cores_by_kernel_then_by_dtype_and_sizes() -> None:
         ("c10d::allreduce_", "communication"),
         ("aten::view", "other"),
         ("mylib::anything", "other"),
+        ("flash_attn::_flash_attn_backward", "attention"),
+        ("autograd::engine::evaluate_function: torch::lstm", "other"),
     ],
 )
 def test_classes(name: str, expected: str) -> None:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from flatout.profiling.following import OperatorFollower
+import pytest
+import torch
+
+from flatout.profiling.following import OperatorFollower, Origin
 from flatout.profiling.recorded_events import Event, Recording
-from flatout.profiling.window import COMPILED, NO_KERNELS, NO_TIME, NOT_FOLLOWED, OTHERS_PROFILER, Windows
+from flatout.profiling.window import (
+    COMPILED,
+    GRAPHED,
+    NO_FILE,
+    NO_KERNELS,
+    NO_TIME,
+    NOT_FOLLOWED,
+    OTHERS_PROFILER,
+    ProfilerWindow,
+    Windows,
+)
 
 SPANS = {"data": 1e-3, "forward": 2e-3, "backward": 3e-3, "optimizer": 1e-3, "other": 1e-3}
 RECORDING = Recording(events=(Event(name="aten::mm", begin=0, end=4e-3),), steps=1, left_out=1)
@@ -54,3 +67,34 @@ def test_a_gpu_whose_kernels_the_profiler_does_not_see_is_not_called_idle() -> N
     ).profile()
     assert (found.parts, found.idle_causes, found.operators, found.launches) == (None, (), (), None)
     assert found.reasons["parts"] == found.reasons["operators"] == NO_KERNELS
+
+
+def test_a_profiler_of_the_scripts_that_starts_meanwhile_goes_first() -> None:
+    window = ProfilerWindow(on_gpu=False)
+    window.start()
+    with torch.autograd.profiler.profile() as theirs:
+        torch.ones(2) + 1
+    assert window.stop() is None
+    assert window.obstacle == OTHERS_PROFILER
+    assert "aten::add" in {event.name for event in theirs.function_events or ()}
+    again = ProfilerWindow(on_gpu=False)
+    again.start()
+    torch.ones(2) + 1
+    assert again.stop() is not None
+    assert again.obstacle == ""
+
+
+def test_flops_are_unknown_where_a_cuda_graph_runs() -> None:
+    launch = Event(name="cudaGraphLaunch", begin=0, end=1e-3)
+    recording = Recording(events=(*RECORDING.events, launch), steps=1)
+    found = windows(recording=recording, profiled_seconds=[5e-3], follower=OperatorFollower()).profile()
+    assert found.flops is None
+    assert found.reasons["flops"] == found.reasons["lines"] == GRAPHED
+
+
+def test_code_that_was_typed_in_has_no_lines_and_a_reason() -> None:
+    with OperatorFollower() as follower:
+        torch.ones(2) + 1
+    follower.operators[:] = [replace(one, origin=Origin()) for one in follower.operators]  # this file is none of it
+    found = windows(recording=RECORDING, profiled_seconds=[5e-3], follower=follower).profile()
+    assert found.reasons["lines"] == NO_FILE

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from flatout.errors import MachinesDiffer, UsageError
+from flatout.private_details import arguments_digest
 from flatout.report.compare import compare_documents, compare_sides, comparison_text
 from flatout.report.document import document
 from flatout.timing import measurement
@@ -117,6 +118,25 @@ def test_another_script_is_a_caveat() -> None:
     found = compare_documents(run_document(1.0), run_document(1.0, seed=1, script="other.py"))
     assert "the script differs: train.py and other.py" in found.caveats
     assert found.name == "other.py"
+
+
+def test_other_arguments_another_device_and_a_script_that_failed_are_caveats() -> None:
+    def given(seed: int, device: str = "cpu", **script: Any) -> dict[str, Any]:
+        doc = run_document(1.0, seed=seed)
+        return {**doc, "script": {**doc["script"], **script}, "observed": {"device": device}}
+
+    first, second = given(0, arguments=["--batch", "8"], status=0), given(1, arguments=["--batch", "9"], status=3)
+    assert set(compare_documents(first, second).caveats[1:]) >= {
+        "the script's arguments differ",
+        "second: the script ended with status 3",
+    }
+    hidden = given(1, "cuda:0", arguments=None, arguments_digest=arguments_digest(["--batch", "8"]), status=None)
+    caveats = compare_documents(first, hidden).caveats
+    assert "the script's arguments differ" not in caveats
+    assert "the device differs: cpu and cuda:0" in caveats
+    assert "second: the script had not ended when this was written" in caveats
+    several = compare_sides([first, given(2, status=3)], [given(3, status=0), given(4, status=3)])
+    assert "the script ended with status 3: 2 of 4 runs" in several.caveats
 
 
 def test_names_in_a_document_stay_on_their_line_and_drive_nothing() -> None:

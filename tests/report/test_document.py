@@ -7,7 +7,7 @@ import pytest
 
 from flatout import __version__
 from flatout.errors import UsageError
-from flatout.report.document import document, read_document, to_text, write_document
+from flatout.report.document import document, read_document, report_place, to_text, write_document
 
 
 def test_a_document_is_written_whole_and_read_back(tmp_path: Path) -> None:
@@ -38,6 +38,19 @@ def test_a_full_disk_leaves_the_old_document(tmp_path: Path, monkeypatch: pytest
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file or directory"):
         write_document(tmp_path / "absent" / "x.json", {})
+
+
+def test_a_place_for_a_report_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert report_place("run.json") == tmp_path / "run.json"
+    for place in (".", "absent/run.json", "file/run.json"):
+        with pytest.raises(UsageError, match=r"cannot write /.*; name a file in a folder that can be written"):
+            report_place(place)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) == os.devnull)  # its folder is root's
+    assert report_place(os.devnull) == Path(os.devnull)
+    with pytest.raises(UsageError, match="cannot write"):
+        report_place("run.json")
 
 
 def test_a_nan_is_the_writers_defect() -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flatout.diagnose.run_summary import RunSummary
 from flatout.machine.description import Machine
 from flatout.plan import Plan
@@ -79,6 +81,27 @@ def test_samples_and_tokens_a_second_or_why_they_are_unknown() -> None:
     document = run_document(replace(summary(ALONE), samples_reasons={"samples_per_step": "unknown, because"}))
     assert (document["samples_per_step"], document["tokens_per_step"]) == (None, None)
     assert document["samples_unknown_because"] == {"samples_per_step": "unknown, because"}
+
+
+def test_a_share_of_the_ceiling_is_the_same_on_the_screen_and_in_the_document() -> None:
+    machine = Machine.from_json(MACHINE)
+    assert machine.ceilings is not None
+    name, peak = machine.ceilings.best_gemm() or pytest.fail("no product was measured")
+    seen = summary(ALONE)
+    seen.record.flops_per_step = 0.25 * peak.value * 0.01002
+    document = run_document(seen)
+    assert document["ceiling_share"] == pytest.approx(0.25)
+    assert str(document["ceiling"]).startswith(f"{name} ceiling (")
+    assert f"ceiling   25% of the {document['ceiling']}" in run_text(seen, None)
+    unknown = run_document(summary(ALONE))
+    assert unknown["ceiling_share"] is None
+    assert unknown["ceiling"] == f"unknown: {unknown['flops_unknown_because']}"
+
+
+def test_processors_that_other_processes_of_the_script_kept_busy_are_counted() -> None:
+    assert "memory    1 GiB at most; CPU 1.0 cores busy" in run_text(summary(ALONE), None)
+    text = run_text(replace(summary(ALONE), children_cpu_seconds=2.5), None)
+    assert "memory    1 GiB at most in the script's own process; CPU 3.5 cores busy, 2.5 of them with" in text
 
 
 def test_what_is_not_applied_of_a_plan_is_in_the_document_with_its_reason() -> None:

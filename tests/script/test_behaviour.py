@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import io
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +24,10 @@ from flatout.profiling.profile import Profile
 from flatout.script import behaviour
 from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
+from flatout.script.gradient_watch import GradientWatch
+from flatout.script.places import Places
 from flatout.script.source_facts import SourceFacts, read_source
+from flatout.script.tensor_calls import TensorCalls
 from flatout.script.update_watch import EXAMINED_STEPS
 
 STEPS = 14
@@ -100,7 +105,8 @@ def nothing_stays() -> Iterator[None]:
     gc.freeze()
     for owner, known in zip(owners, before, strict=True):
         changed = {name for name, value in vars(owner).items() if known.get(name) is not value}
-        assert {name for name in changed if not name.startswith("__warn")} == set(), owner
+        pythons = ("__warningregistry__", "__slotnames__")  # of what was warned of, and of what was copied
+        assert changed.difference(pythons) == set(), owner
 
 
 def healthy(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -131,6 +137,23 @@ def test_a_healthy_loop() -> None:
     assert len(found.gradients[0].layers) == 2
     (clip,) = found.clips
     assert (clip.steps, clip.before_backward) == (STEPS - 1, 0)
+
+
+def test_models_are_copied_and_saved_as_without_the_watch() -> None:
+    images = [nn.Unflatten(1, (1, 5)), nn.Conv2d(1, 1, 3, padding=1), nn.Flatten(1, 2)]
+    model, copies = nn.Sequential(nn.Embedding(9, 6), *images, nn.LSTM(6, 4)), []
+    scale = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([scale, *model.parameters()], 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        (model(torch.randint(9, (4, 5)))[0] * scale).square().mean().backward()
+        torch.save((model, scale), io.BytesIO())
+        copies.append(copy.deepcopy(model))
+        optimizer.step()
+
+    watched(step, model)
+    assert not any(one._forward_pre_hooks or one._forward_hooks for made in copies for one in made.modules())
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -267,6 +290,62 @@ def test_lbfgs() -> None:
     assert names(watched(lambda number: optimizer.step(closure), model)) == []  # type: ignore[arg-type, return-value]
 
 
+def test_a_scheduler_after_a_step_with_a_closure() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(data()).square().mean()
+        loss.backward()
+        return loss.item()
+
+    def step(number: int) -> None:
+        optimizer.step(closure=closure) if number % 2 else optimizer.step(closure)
+        scheduler.step()
+
+    found = watched(step, model)
+    assert [(one.calls, one.between) for one in found.schedulers] == [(STEPS, 0)]
+
+
+class Spread(Tensor):
+    """Stands in for a DTensor: whatever needs more than this rank's part would be a collective."""
+
+    @staticmethod
+    def __new__(cls, part: Tensor) -> Spread:
+        made: Spread = Tensor._make_wrapper_subclass(cls, (2 * len(part), *part.shape[1:]))
+        return made
+
+    def __init__(self, part: Tensor) -> None:
+        self.part = part
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        assert func is torch.ops.aten.detach.default, f"{func} is a collective"
+        return cls(args[0].part)
+
+    def to_local(self) -> Tensor:
+        return self.part
+
+
+def test_of_parameters_that_are_spread_over_ranks_one_part_is_read() -> None:
+    model, watch = nn.Linear(3, 4), GradientWatch()
+    model.weight, model.bias = (nn.Parameter(Spread(torch.ones(shape))) for shape in ((2, 3), (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for one in model.parameters():
+        one.grad = Spread(torch.ones_like(one.part))
+    watch.reach(model.parameters())
+    watch.measure([model], optimizer, {id(one) for one in model.parameters()})
+    model.weight.part.add_(1.0)
+    watch.compare()
+    (found,) = watch.gradients()
+    assert [one.rms for one in found.layers] == [pytest.approx((1.0,))]
+    assert found.weight_norm == pytest.approx(24**0.5)
+    assert watch.unchanged_share == pytest.approx(0.25)
+    assert watch.outside_optimizer([optimizer]) is None
+
+
 def accumulating(model: nn.Module, scale: float) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
@@ -288,6 +367,26 @@ def test_accumulation() -> None:
     model = net()
     summed = watched(accumulating(model, 1), model)
     assert (summed.backwards[0].scaled, summed.backwards[0].reduction) == (False, "mean")
+
+
+@pytest.mark.parametrize(("apart", "callers"), [(True, 2), (False, 1)])
+def test_passes_that_a_function_makes_for_its_callers(apart: bool, callers: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def backward() -> None:
+        model(data()).square().mean().backward()
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        for _ in range(1 if apart else 2):
+            backward()
+        if apart:
+            backward()
+        optimizer.step()
+
+    (found,) = watched(step, model).backwards
+    assert (found.per_step, found.callers) == (2.0, callers)
 
 
 def test_a_clip_before_the_gradients_are_there() -> None:
@@ -396,6 +495,49 @@ def test_the_order_of_a_scheduler(first: bool, found: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert names(watched(step, model)) == found
+
+
+class Halving(torch.optim.lr_scheduler.LRScheduler):
+    """Steps without that of its base class."""
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", ["own", "restarts", "sequence"])
+def test_schedulers_with_a_step_of_their_own(kind: str, first: bool) -> None:
+    model, own_step = net(), Halving.step
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        if first:
+            scheduler.step()
+        optimizer.step()
+        if not first:
+            scheduler.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler = made_scheduler(kind, optimizer)
+        (found,) = watched(step, model).schedulers
+    assert (found.calls, found.between) == (STEPS, STEPS - 1 if first else 0)
+    assert Halving.step is own_step
+
+
+def made_scheduler(kind: str, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    from torch.optim import lr_scheduler
+
+    if kind == "own":
+        return Halving(optimizer)
+    if kind == "restarts":
+        return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4)
+    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
 
 
 def evaluating(model: nn.Module, *, evaluates: bool, grad: bool) -> Step:
@@ -591,9 +733,10 @@ class MakesLayers(nn.Module):
         self.last = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.ReLU()(self.first(x))
-        last = nn.Linear(8, 1) if self.inside else self.last
-        made: Tensor = last(x)
+        x = nn.LayerNorm(8, elementwise_affine=False)(nn.ReLU()(self.first(x)))
+        if not self.inside:
+            return self.last(x)
+        made: Tensor = nn.Linear(8, 1)(x)
         return made
 
 
@@ -601,9 +744,12 @@ class MakesLayers(nn.Module):
 def test_layers_made_in_forward(inside: bool) -> None:
     model = MakesLayers(inside=inside)
     optimizer = torch.optim.SGD(model.first.parameters() if inside else model.parameters(), 0.01)
-    found = watched(healthy(model, optimizer), model)
-    assert [name for name in names(found) if name != "parameters-not-in-optimizer"] == (
+    seen = watched(healthy(model, optimizer), model)
+    assert [name for name in names(seen) if name != "parameters-not-in-optimizer"] == (
         ["modules-made-in-forward"] if inside else []
+    )
+    assert [(one.kind, one.made, one.steps) for one in seen.made_in_forward] == (
+        [("Linear", STEPS, STEPS)] if inside else []
     )
 
 
@@ -722,6 +868,46 @@ def test_padding() -> None:
         assert names(watched(step, model)) == found
 
 
+def test_padding_is_that_of_the_embedding_with_the_most_positions() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word, self.place = nn.Embedding(20, 4, padding_idx=0), nn.Embedding(40, 4)
+            self.tag = nn.Embedding(9, 4, padding_idx=1)
+
+        def forward(self, words: Tensor, tags: Tensor) -> Tensor:
+            places = torch.arange(40).expand(16, 40)
+            return self.word(words) + self.place(places) + self.tag(tags).mean(1, keepdim=True)
+
+    model, words = Tagger(), torch.randint(1, 20, (16, 40))
+    words[:, 10:] = 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(words, torch.ones(16, 6, dtype=torch.long)).square().mean().backward()
+        optimizer.step()
+
+    padding = watched(step, model).padding
+    assert padding is not None
+    assert (padding.share, padding.value, padding.positions) == (0.75, 0, STEPS * 16 * 40)
+
+
+def test_shapes_are_those_of_one_model_at_one_line() -> None:
+    first, second, loss = net(), net(), nn.MSELoss()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        rows = 4 + number % 2
+        loss(first(torch.randn(rows, 6)), torch.randn(rows, 1)).backward()
+        second(torch.randn(7, 6)).square().mean().backward()
+        optimizer.step()
+
+    found = watched(step, first, second)
+    assert (found.batch_shapes, sorted(found.example_shapes)) == (2, ["[4, 6]", "[5, 6]"])
+
+
 def test_a_tensor_that_is_converted_again_and_again() -> None:
     model = net()
     weights = torch.ones(16, 1, dtype=torch.float64)
@@ -738,6 +924,59 @@ def test_a_tensor_that_is_converted_again_and_again() -> None:
     assert "weights.to(" in call.line[2]
 
 
+def test_inference_tensors_have_no_version() -> None:
+    model = net()
+    with torch.inference_mode():
+        weights = torch.ones(16, 1, dtype=torch.float64)
+    inner = healthy(model, torch.optim.SGD(model.parameters(), 0.01))
+
+    def step(number: int) -> None:
+        inner(number)
+        weights.to(torch.float32)
+
+    (call,) = watched(step, model).calls
+    assert (call.calls, call.repeated) == (STEPS, 0)
+
+
+def test_calls_that_wait_for_a_gpu_are_known_while_they_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, seen = TensorCalls(Places(str(HERE.parent)), lambda call: call()), []
+
+    def item(tensor: Tensor) -> float:
+        seen.append(calls.waiting)
+        return 1.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "item", item)
+        for on_gpu in (True, False):
+            calls.start(on_gpu=on_gpu)
+            torch.ones(1).item()
+            seen.append(calls.waiting)
+            calls.stop()
+    assert seen == [True, False, False, False]
+
+
+class DistributedDataParallel(nn.Sequential):
+    """As far as is looked at."""
+
+    find_unused_parameters = True
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_parameters_that_some_steps_do_not_use(in_turns: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(6, 1), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        used = [model[number % 2]] if in_turns and number < STEPS else model
+        torch.stack([one(data()) for one in used]).square().mean().backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    assert found.parallel[0].unused_parameters == (4 if in_turns else 0)
+    assert ("needless-find-unused-parameters" in names(found)) is not in_turns
+
+
 def test_recomputation() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -752,6 +991,27 @@ def test_recomputation() -> None:
     found = watched(step, first, last)
     assert found.recomputed_seconds
     assert names(found) == []
+
+
+def test_a_module_in_a_backward_pass_is_no_recomputation() -> None:
+    model, helper = net(), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient + 0 * helper(gradient)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        Scaled.apply(model(data())).square().mean().backward()
+        optimizer.step()
+
+    assert watched(step, model).recomputed_seconds is None
 
 
 def test_losses_that_are_not_finite() -> None:
@@ -774,7 +1034,7 @@ def test_convolutions_are_timed_in_both_formats() -> None:
 
     timed = watched(step, model).channels_last
     assert timed is not None
-    assert (timed.layers, timed.calls_per_step) == (2, 2.0)
+    assert timed.layers == 2
     assert timed.contiguous_seconds > 0
     assert 0 < timed.low_ratio < 100
 
@@ -889,6 +1149,32 @@ def test_predictions_and_targets_that_are_broadcast_against_each_other() -> None
     assert "the line that is named" in found.line[2]
     assert not watched(lambda number: step(y[:, None]), model).broadcast_losses
     assert not watched(lambda number: step(y[:1]), model).broadcast_losses  # one number for all
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "calls"),
+    [
+        ((32,), {}, STEPS),
+        ((32,), {"reduction": "none"}, STEPS),
+        ((1, 32), {"reduction": "none"}, 0),  # each pair is meant
+        ((1, 32), {}, STEPS),
+    ],
+)
+def test_losses_by_pair(shape: tuple[int, ...], options: dict[str, str], calls: int) -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x, y = torch.randn(32, 6), torch.randn(shape)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.functional.mse_loss(input=model(x), target=y, **options).mean().backward()  # type: ignore[arg-type]
+            with torch.no_grad():
+                nn.functional.mse_loss(model(x), y)
+        optimizer.step()
+
+    assert sum(one.calls for one in watched(step, model).broadcast_losses) == calls
 
 
 def test_gradients_of_vectors_are_measured_beside_those_of_weights() -> None:

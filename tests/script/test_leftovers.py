@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from flatout.script.leftovers import find_leftovers, remove_leftovers
-from flatout.script.run_folders import STATE, make_folder, make_private
+from flatout.script.run_folders import KEPT_SECONDS, STATE, make_folder, make_private, old_folders
 from flatout.script.work_folder import MARK, PREFIX, work_folder
 
 KERNEL = f"decoder-{'a' * 16}-{'0' * 16}.so"
@@ -124,3 +126,16 @@ def test_the_state_of_a_run_that_has_ended_is_found_and_that_of_one_that_runs_is
     assert names(found) == ["run-4194305-7"]
     remove_leftovers(found)
     assert sorted(path.name for path in runs.iterdir()) == sorted(["notes", running.name])
+
+
+def test_the_state_of_a_run_in_another_container_stays_for_an_hour(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    make_private(runs)
+    folder = runs / "run-4194305-7"
+    folder.mkdir(mode=0o700)
+    (folder / "plan.json").write_text("{}")
+    (folder / STATE).write_text(json.dumps({"pid_namespace": "pid:[1]"}))
+    assert old_folders(runs, kept_seconds=0.0) == []
+    for path in (folder / STATE, folder):
+        os.utime(path, (0, time.time() - 2 * KEPT_SECONDS))
+    assert old_folders(runs, kept_seconds=0.0) == [folder]

@@ -59,6 +59,21 @@ def test_what_a_stack_is_doing(stack: list[str], activity: str, file: str) -> No
 
 @pytest.mark.parametrize(
     ("stack", "activity"),
+    [
+        (["/s/train.py"], "torch"),
+        (["/s/train.py", f"{LIBRARY}/loguru/_logger.py"], "torch"),
+        (["/s/train.py", f"{LIBRARY}/torch/optim/adam.py"], "optimizer"),
+    ],
+)
+def test_a_wait_for_the_gpu_is_not_the_time_of_the_line_that_waits(stack: list[str], activity: str) -> None:
+    sampler = LineSampler(places(), threading.get_ident())
+    sampler.waits = lambda: True
+    sampler.add(inside(*stack), 0.5)
+    assert [one.activity for one in sampler.times(steps=1)] == [activity]
+
+
+@pytest.mark.parametrize(
+    ("stack", "activity"),
     [(["/s/train.py"], "model"), (["/s/train.py", f"{LIBRARY}/torch/serialization.py"], "disk")],
 )
 def test_lines_of_an_evaluation_are_no_python_of_the_scripts(stack: list[str], activity: str) -> None:

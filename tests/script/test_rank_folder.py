@@ -14,7 +14,7 @@ import pytest
 from flatout.machine.processes import pid_namespace, process_started
 from flatout.script import rank_folder
 from flatout.script.process_record import ProcessRecord
-from flatout.script.rank_folder import last_records, launchers_folder
+from flatout.script.rank_folder import last_records, launchers_folder, records_of_others
 from flatout.script.run_folders import old_folders
 from tests.processes import Python
 
@@ -73,6 +73,7 @@ def test_the_last_records_of_the_others_are_waited_for(tmp_path: Path, monkeypat
     write(tmp_path, 0, ended=False)
     write(tmp_path, 1, ended=False)
     monkeypatch.setattr(rank_folder, "END_SECONDS", 100.0)
+    assert [(one.rank, one.ended) for one in records_of_others(tmp_path, 0)] == [(1, False)]  # as they are now
     ends = threading.Timer(0.2, lambda: write(tmp_path, 1, ended=True))
     ends.start()
     assert [(one.rank, one.ended) for one in last_records(tmp_path, 0)] == [(1, True)]

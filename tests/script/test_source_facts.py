@@ -138,6 +138,24 @@ def test_schedulers_before_optimizers(body: str, found: bool) -> None:
     assert bool(facts.scheduler_first) is found
 
 
+TWO_PAIRS = "sched_a = StepLR(opt_a, 2)\nsched_b = StepLR(optimizer=opt_b, step_size=2)\nfor x in data:\n    {}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (TWO_PAIRS.format("opt_a.step(); sched_a.step(); opt_b.step(); sched_b.step()"), None),
+        (TWO_PAIRS.format("train_a(x); sched_a.step(); opt_b.step(); sched_b.step()"), None),
+        (TWO_PAIRS.format("sched_b.step(); opt_a.step(); sched_a.step(); opt_b.step()"), "sched_b.step()"),
+        (TWO_PAIRS.format("opt_a.step(); sched_a.step(); sched_b.step(); scaler.step(opt_b)"), "sched_b.step()"),
+        ("for x in data:\n    train_a(x)\n    lr_a.step()\n    opt_b.step()\n    opt_a.step()\n", None),  # whose is it?
+    ],
+)
+def test_whose_scheduler_it_is(text: str, found: str | None) -> None:
+    pairs = SourceFacts.of({"t.py": text.replace("; ", "\n    ")}).scheduler_first
+    assert [early[2] for early, _ in pairs] == ([found] if found else [])
+
+
 @pytest.mark.parametrize(
     ("line", "divided"),
     [("loss = loss / 4", True), ("loss /= 4", True), ("(criterion(a) / 4).backward()", False), ("x = y / 4", False),
@@ -176,8 +194,25 @@ MODULE = (
     [
         ("self.w = nn.Parameter(torch.ones(n))", "return self.w * (x - x.mean(-1)) / x.std(-1)", "LayerNorm"),
         ("self.w = nn.Parameter(torch.ones(n))", "return self.w * x * torch.rsqrt(x.pow(2).mean(-1))", "RMSNorm"),
+        ("self.w = nn.Parameter(torch.ones(n))", "return self.w * x / torch.sqrt((x ** 2).mean(dim=-1))", "RMSNorm"),
+        ("self.w = nn.Parameter(torch.ones(n))", "return self.w * (x - x.mean((2, 3))) / x.std((2, 3))", ""),
+        ("self.w = nn.Parameter(torch.ones(n))", "return self.w * (x - x.mean(1)) / x.std(self.dim)", ""),
+        (
+            "self.w = nn.Parameter(torch.ones(n))",
+            "w = (self.w - self.w.mean(-1)) / self.w.std(-1)\n        return F.conv2d(x, w)",
+            "",
+        ),
         ("pass", "return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x ** 3)))", "GELU(approximate='tanh')"),
         ("pass", "return x * torch.sigmoid(x)", "SiLU"),
+        ("pass", "return x.sigmoid() * x", "SiLU"),
+        ("pass", "return x * torch.sigmoid(1.702 * x)", ""),
+        ("pass", "return x[0] * torch.sigmoid(x[1])", ""),
+        ("pass", "return 0.5 * x * (1 + torch.erf(x / 1.4142))", "GELU"),
+        ("pass", "return 0.5 * (1 + torch.erf(x / 1.4142))", ""),
+        ("pass", "return x * (torch.rand_like(x) > self.p) if self.training else x", "Dropout"),
+        ("pass", "return x * torch.empty(x.shape).bernoulli_(self.p) if self.training else x", "Dropout"),
+        ("pass", "return x + torch.rand_like(x) if self.training else x", ""),
+        ("pass", "return x * (torch.rand(x.shape[0], 1) > self.p) if self.training else x", ""),
         ("self.a = nn.Linear(n, n)", "return self.a(x) * torch.sigmoid(x)", ""),
         ("pass", "return F.gelu(x)", ""),
         ("self.a = nn.Linear(n, n)", "return F.scaled_dot_product_attention(x, x, x)", ""),
@@ -186,6 +221,18 @@ MODULE = (
 def test_layers_that_torch_has(made: str, body: str, torchs: str) -> None:
     facts = SourceFacts.of({"m.py": MODULE.format(made=made, body=body)})
     assert [one.torchs for one in facts.layers] == ([torchs] if torchs else [])
+
+
+@pytest.mark.parametrize(
+    ("over", "torchs"), [("0", "BatchNorm1d"), ("(0, 2, 3)", "BatchNorm2d"), ("[0, 2, 3, 4]", "BatchNorm3d")]
+)
+def test_batch_norms_are_named_by_their_dimensions(over: str, torchs: str) -> None:
+    body = (
+        "if not self.training:\n            return (x - self.mean) * self.w\n"
+        f"        return self.w * (x - x.mean({over})) / torch.sqrt(x.var({over}) + 1e-5)"
+    )
+    facts = SourceFacts.of({"m.py": MODULE.format(made="self.w = nn.Parameter(torch.ones(n))", body=body)})
+    assert [one.torchs for one in facts.layers] == [torchs]
 
 
 def test_files_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None:
@@ -253,6 +300,7 @@ def test_a_loop_trains_where_a_function_does_that_it_calls() -> None:
     assert facts.calling("self.optimizer.step", in_training_loop=True)
 
 
+IN_CLASS = "class Mine{}:\n    def __init__(self):\n        self.s = StepLR(opt, 2)\n"
 EPOCHS = "opt = torch.optim.SGD(p, 1)\nsched = StepLR(opt, 2)\n{}for epoch in range(9):\n{}"
 BATCHES = "    for x in data:\n        opt.step()\n"
 
@@ -275,13 +323,27 @@ def test_schedulers_first_in_an_epoch(before: str, body: str, found: bool) -> No
     assert bool(facts.scheduler_first_in_epoch) is found
 
 
+@pytest.mark.parametrize(("stepped", "found"), [("opt", True), ("other_opt", False), ("given_opt", True)])
+def test_an_epoch_that_steps_other_optimizers(stepped: str, found: bool) -> None:
+    """A name that no optimizer is made under, as that of a function's argument, may be any."""
+    body = f"    sched.step()\n    for x in data:\n        {stepped}.step()\n"
+    text = EPOCHS.format("other_opt = torch.optim.SGD(q, 1)\n", body)
+    assert bool(SourceFacts.of({"t.py": text}).scheduler_first_in_epoch) is found
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         ("lr_scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)\nprint(lr_scheduler.get_last_lr())\n", True),
         ("StepLR(opt, 2)\n", True),
-        ("self.s = StepLR(opt, 2)\n", True),
-        ("self.s = StepLR(opt, 2)\nself.s.step()\n", False),
+        (IN_CLASS.format(""), True),
+        (IN_CLASS.format("(nn.Module)"), True),
+        ("class Base:\n    pass\n" + IN_CLASS.format("(Base)"), True),
+        (IN_CLASS.format("") + "    def end(self):\n        self.s.step()\n", False),
+        (IN_CLASS.format("(pl.Trainer)"), False),  # which may step it
+        (IN_CLASS.format("(Mine)"), False),
+        ("class Base(pl.Trainer):\n    pass\n" + IN_CLASS.format("(Base)"), False),
+        ("trainer.s = StepLR(opt, 2)\n", False),
         ("s = StepLR(opt, 2)\nmodel, s = accelerator.prepare(model, s)\n", False),
         ("s = StepLR(opt, 2)\nkept = [s]\n", False),
         ("def configure_optimizers(self):\n    s = StepLR(opt, 2)\n    return s\n", False),

@@ -30,6 +30,23 @@ def test_operations_are_counted() -> None:
     assert found.denormal_share == 0
 
 
+def test_weights_whose_memory_was_freed_are_not_read() -> None:
+    """As FSDP2 frees what it has gathered, and passes the tensors on."""
+    gathered = torch.ones(4)
+    gathered.untyped_storage().resize_(0)
+    finish = follow_step()
+    gathered.view(2, 2)
+    assert finish().operations_per_step == 1
+
+
+def test_inference_mode_hides_nothing() -> None:
+    model = nn.Linear(8, 4)
+    finish = follow_step()
+    with torch.inference_mode():
+        model(torch.ones(16, 8))
+    assert finish().flops_per_step == 2 * 16 * 8 * 4
+
+
 def test_products_that_are_large_enough_for_matrix_units_are_told_from_small_ones() -> None:
     assert step().large_share == 0
     model, x = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 16)), torch.zeros(1024, 512)

@@ -15,6 +15,7 @@ from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
 from flatout.sizing import fit_to_memory as fitting
 from flatout.sizing.fit_to_memory import fit_to_memory
+from flatout.sizing.measures import Choices, exactness_of
 from flatout.train.step import TrainStep
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -152,6 +153,14 @@ def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
     )  # parts of 1 sample: no variance
     assert found.forecast.peak_bytes < given
     assert any(line.startswith("left out micro_batches=16: ValueError") for line in told)
+    exact = fit_to_memory(
+        given - 1, TrainStep(model, optimizer, LOSS), batch, exactness="rounding", progress=told.append
+    )
+    assert exact.plan.micro_batches is None
+    assert any(line.startswith("micro_batches: 1 mixes the samples of a batch") for line in exact.left_out)
+    parts: Choices = {"micro_batches": 2}
+    assert exactness_of(parts, mixes_samples=True) == "reduced"  # statistics of smaller batches
+    assert exactness_of(parts, mixes_samples=False) == "rounding"
 
 
 @pytest.mark.parametrize("words", [{"exactness": "exact"}, {"batch_size": 0}, {"batch_size": "8"}, {"device": 3}])
@@ -195,6 +204,16 @@ def test_what_is_not_considered_is_said() -> None:
     found = fit_to_memory(budget, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
     assert "not considered: optimizer_state 8bit: the optimizer is SGD, not torch.optim.Adam or AdamW" in str(found)
     assert "not considered: activation_offload: on a CPU" in str(found)
+
+
+def test_updates_in_backward_are_not_considered_where_a_hook_could_look_in_between() -> None:
+    model, optimizer, batch = plain_training()
+    optimizer.register_step_post_hook(lambda *_: None)  # a copy, of which the forecast is, has none
+    step = TrainStep(model, optimizer, LOSS)
+    limit = flatout.forecast(step, batch).peak_bytes - 1
+    found = fit_to_memory(limit, step, batch, progress=lambda line: None)
+    assert found.plan.optimizer_in_backward is None
+    assert "not considered: optimizer_in_backward: there are hooks around the optimizer's step" in str(found)
 
 
 def test_activations_may_wait_on_the_host_of_a_gpu() -> None:

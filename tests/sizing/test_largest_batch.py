@@ -106,12 +106,45 @@ def test_sizes_asked_for() -> None:
     assert capped.batch_size == 24
     lines: list[str] = []
     split = largest_batch(
-        TrainStep(model, optimizer, LOSS), BATCH, limit=800_000, global_batch=4096, progress=lines.append
+        TrainStep(model, optimizer, LOSS), BATCH, limit=800_000, global_batch=1024, progress=lines.append
     )
-    assert split.plan.micro_batches == -(-4096 // split.batch_size)
+    assert split.plan.micro_batches == -(-1024 // split.batch_size)
     assert any(line.startswith("forecasting") for line in lines)
     assert any(line.startswith("trying") for line in lines)
     assert str(split.batch_size) in str(split)
+
+
+def peak_of(step: TrainStep, samples: int) -> int:
+    """Of two real steps and nothing else."""
+    run, batch = LimitedRun("cpu", 1 << 40), repeat_batch(BATCH, samples)
+    with run:
+        run.hold([*step.model.parameters(), *batch])
+        for _ in range(2):
+            step(batch)
+    return run.peak_bytes
+
+
+def test_a_global_batch_is_tried_as_it_will_be_accumulated() -> None:
+    """With its samples in memory, and gradients that are held from the first part on."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=700_000, global_batch=1024)
+    assert found.plan.micro_batches is not None
+    assert found.plan.micro_batches > 2
+    took = peak_of(TrainStep(model, optimizer, LOSS, found.plan), 1024)
+    assert took <= found.peak_bytes <= found.limit_bytes
+    assert took == pytest.approx(found.peak_bytes, rel=0.1)  # its parts are equal, and so a little smaller
+
+
+def test_parts_that_the_plan_asks_for_are_tried() -> None:
+    sizes = []
+    for plan in (Plan(), Plan(micro_batches=8)):
+        model = mlp()
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, plan)
+        found = largest_batch(step, BATCH, limit=700_000)
+        assert found.plan == plan
+        sizes.append(found.batch_size)
+    assert sizes[1] > sizes[0]
 
 
 def test_bad_input() -> None:

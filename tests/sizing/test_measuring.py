@@ -186,3 +186,29 @@ def test_a_given_size_that_alone_is_beyond_the_budget_is_measured_once() -> None
     found = measured(Machine(fixed=100.0), Range(given=16), 10.0)
     assert sizes_of(found) == [16]
     assert "was spent on the first steps" in found.stopped_above
+
+
+def measured_while_memory_fills(fits: int) -> Measured:
+    """From the second round on there is room for no more than `fits` samples."""
+    told = [""]
+
+    class Filling(Machine):
+        def window(self, batch_size: int, *, settle: int, steps: int) -> float:
+            if told[-1].startswith("round 2 ") and batch_size > fits:
+                raise TooLarge(f"batch {batch_size} took more than there is")
+            return super().window(batch_size, settle=settle, steps=steps)
+
+    machine = Filling()
+    sizes = Range(given=16, at_least=16, at_most=64)
+    return measure_curve(machine, sizes, share=0.95, budget_seconds=1e6, tell=told.append, clock=machine.clock)
+
+
+def test_a_size_that_does_not_fit_any_more_is_left_out_and_named() -> None:
+    found = measured_while_memory_fills(32)
+    assert sizes_of(found) == [16, 32]
+    assert [(one.batch_size, one.reason) for one in found.failed] == [(64, "batch 64 took more than there is")]
+
+
+def test_where_none_fits_any_more_that_is_an_error() -> None:
+    with pytest.raises(MachineError, match=r"no batch size from 16 to 16 could be run; batch \d+ took more"):
+        measured_while_memory_fills(0)

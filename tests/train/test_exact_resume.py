@@ -98,6 +98,9 @@ def test_a_step_brings_what_belongs_to_it() -> None:
         capture(step, source, optimizer=step.optimizer)
     with pytest.raises(UsageError, match="2 unexpected: data, objects"):
         restore(state, step)
+    scaled = capture(step, source, scaler=torch.amp.GradScaler("cpu"), ema=average)
+    with pytest.raises(UsageError, match="1 unexpected: scaler"):
+        restore(scaled, step, source, ema=average)
     plain = TrainStep(step.model, step.optimizer, step.loss_fn)
     with pytest.raises(UsageError, match="1 unexpected: scheduler"):
         restore(state, plain, source, ema=average)

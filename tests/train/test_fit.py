@@ -274,3 +274,22 @@ def test_a_training_metric_of_an_epoch_that_did_not_end(tmp_path: Path) -> None:
     found = fit(step, source, steps=10, checkpoints=tmp_path, **options)
     assert (found.steps, found.ended) == (10, "steps")
     assert Checkpoints(tmp_path).load() is not None
+
+
+def test_ranks_that_find_different_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(*parts(), epochs=1, checkpoints=tmp_path)
+    step, source = parts()
+    found: list[Any] = []
+
+    def gathered(here: Any, group: object) -> list[Any]:
+        found.append(here)
+        return [here, ("none", {})]
+
+    monkeypatch.setattr("flatout.train.fit_run.gathered", gathered)
+    with pytest.raises(UsageError, match=r"different checkpoints \(rank 0: 000001-step-7, rank 1: none\); .*share"):
+        fit(step, source, epochs=2, checkpoints=tmp_path)
+    assert step.steps == 0
+    (tmp_path / "000001-step-7" / "state.json").unlink()
+    with pytest.raises(UsageError, match="is whole: 000001-step-7 was skipped"):  # and the other ranks know
+        fit(step, source, epochs=2, checkpoints=tmp_path)
+    assert [name[:13] for name, _ in found] == ["000001-step-7", "no checkpoint"]

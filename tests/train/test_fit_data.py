@@ -14,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from flatout.data.batches import Batches, Stream
-from flatout.data.given_batches import GivenBatches, _checksum, batches_of
+from flatout.data.checksums import checksum
+from flatout.data.given_batches import GivenBatches, batches_of
 from flatout.errors import UsageError
 from flatout.plan import Plan
 from flatout.train.fit import fit
@@ -55,6 +56,7 @@ def slices() -> list[Any]:
     return [(X[i : i + 20], Y[i : i + 20]) for i in range(0, 50, 20)]
 
 
+LOADER_OF_BATCHES: Any = DataLoader(slices(), batch_size=None, shuffle=True)  # type: ignore[arg-type]
 KINDS: dict[str, tuple[Any, type, int]] = {
     "columns": ((X, Y), Batches, 1),
     "arrays": ((X.numpy(), Y.numpy()), Batches, 1),
@@ -63,6 +65,7 @@ KINDS: dict[str, tuple[Any, type, int]] = {
     "rows": (Rows(), Batches, 1),
     "a stream": (Samples(), Stream, 1),
     "a list of batches": (slices(), GivenBatches, 3),
+    "a loader of batches": (LOADER_OF_BATCHES, GivenBatches, 3),
 }
 
 
@@ -152,7 +155,14 @@ def test_parts_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
 def test_sparse_batches_are_compared_as_well() -> None:
     dense = torch.eye(8)
     for batch in (dense.to_sparse(), dense.to_sparse_csr()):
-        assert _checksum((batch, 1)) == _checksum((batch.clone(), 1))
-        assert _checksum((batch, 1)) != _checksum((2 * batch, 1))
+        assert checksum((batch, 1)) == checksum((batch.clone(), 1))
+        assert checksum((batch, 1)) != checksum((2 * batch, 1))
     moved = dense.roll(1, 0).to_sparse()
-    assert _checksum(moved) != _checksum(dense.to_sparse())
+    assert checksum(moved) != checksum(dense.to_sparse())
+
+
+def test_what_is_no_tensor_counts_as_well() -> None:
+    batch = {"x": X, "names": ["a", "b"], "ids": np.arange(3), "texts": np.array(["c", None], dtype=object), "odd": {3}}
+    assert checksum(batch) == checksum({**batch, "x": X.clone(), "ids": np.arange(3), "odd": {4}})
+    for other in ({"names": ["a", "c"]}, {"ids": np.arange(1, 4)}, {"texts": np.array(["d", None], dtype=object)}):
+        assert checksum({**batch, **other}) != checksum(batch)

@@ -31,6 +31,17 @@ def test_convolution() -> None:
     assert flops(lambda: layer(x).sum().backward()) == 3 * forward
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolution_in_groups(transposed: bool) -> None:
+    kind = torch.nn.ConvTranspose2d if transposed else torch.nn.Conv2d
+    layer, x = kind(4, 8, 3, groups=2, bias=False), torch.randn(2, 4, 6, 6, requires_grad=True)
+    forward = 2 * 2 * (36 if transposed else 16) * (8 * 2 * 9)
+    assert flops(lambda: layer(x)) == forward
+    assert flops(lambda: layer(x).sum().backward()) == 3 * forward
+    layer.weight.requires_grad_(False)
+    assert flops(lambda: layer(x).sum().backward()) == 2 * forward
+
+
 @pytest.mark.parametrize("directions", [1, 2])
 def test_lstm(directions: int) -> None:
     layer, x = torch.nn.LSTM(5, 7, bidirectional=directions == 2), torch.randn(3, 4, 5)

@@ -104,6 +104,30 @@ def test_while_waiting_for_data(tmp_path: Path, number: int, raised: type[BaseEx
     assert torch.equal(weights(again), undisturbed(batches(Samples(), 8)))
 
 
+class Drawn:
+    """Batches of the user's own, with noise; calls a function in the middle of making the third one of an epoch."""
+
+    def __init__(self, then: Callable[[], None] | None = None) -> None:
+        self.then = then
+
+    def __iter__(self) -> Iterator[Any]:
+        for at in range(4):
+            noise = torch.rand(6, 4)
+            if at == 2 and self.then is not None:
+                self.then()
+            yield X[6 * at : 6 * at + 6] + noise * torch.rand(()), Y[6 * at : 6 * at + 6]
+
+
+def test_random_draws_for_a_batch_that_was_broken_off_are_drawn_again(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit(training(), Drawn(lambda: ask(signal.SIGTERM)), epochs=1, checkpoints=tmp_path)
+    assert saved(tmp_path) == 2
+    whole, again = training(), training()
+    fit(whole, Drawn(), epochs=1)
+    assert fit(again, Drawn(), epochs=1, checkpoints=tmp_path).steps == 2
+    assert torch.equal(weights(again), weights(whole))
+
+
 @BOTH
 def test_in_an_evaluation(tmp_path: Path, number: int, raised: type[BaseException]) -> None:
     """It is finished, so that its figures rank the checkpoint."""

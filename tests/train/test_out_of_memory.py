@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flatout.errors import MachineError
+from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.train.loss import supervised
 from flatout.train.step import TrainStep
@@ -137,3 +138,60 @@ def test_a_real_limit_is_survived(python: Python) -> None:
     run = python("-c", REAL)
     assert run.returncode == 0, run.stderr
     assert "split into" in run.stdout
+
+
+class Counting(Limited):
+    """Its forward pass writes buffers in three ways, of which torch counts one."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("uncounted", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.in_place += 1
+        self.uncounted.data += 1
+        self.replaced = self.replaced + 1
+        return super().forward(x)
+
+
+def test_a_failed_try_leaves_no_trace_in_buffers() -> None:
+    """Neither in the first step nor in a later one, when it is known which of them change."""
+    for first in (4, 14):
+        model = Counting(first)
+        step = step_of(model)
+        step(batch(4))
+        model.limit = 4
+        with pytest.warns(UserWarning, match="did not fit"):
+            step(batch())
+        assert step.micro_batches == 4
+        counted = [float(one) for one in (model.in_place, model.uncounted, model.replaced, model.kept)]
+        assert counted == [5.0, 5.0, 5.0, 0.0]
+
+
+def test_a_batch_that_cannot_be_split_is_not_blamed_for_its_sizes() -> None:
+    def loss(model: Any, given: Any) -> Any:
+        return nn.functional.cross_entropy(model(given["x"]), given["y"])
+
+    model = Limited(4)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    x, y = batch()
+    with pytest.raises(MachineError, match=r"a batch does not fit into the memory of cpu; it cannot be split: .* size"):
+        step({"x": x, "y": y, "classes": torch.arange(4)})
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("any"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at some other call"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_is_out(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected

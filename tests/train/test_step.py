@@ -386,3 +386,39 @@ def test_a_closed_step_takes_no_more() -> None:
         step.with_plan(Plan(optimizer_in_backward=True))
     with pytest.raises(UsageError, match="this step is closed"):  # it would train without its plan, and not say so
         step((torch.zeros(2, 2), torch.zeros(2, 1)))
+
+
+def test_a_layer_that_joins_later_is_clipped_too() -> None:
+    model = nn.Sequential(net()[0], nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model[0].parameters(), 1.0)
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), clip_norm=0.01)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    before = torch.cat([one.detach().flatten() for one in model.parameters()])
+    step(data()[0])
+    after = torch.cat([one.detach().flatten() for one in model.parameters()])
+    assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+def test_a_batch_counts_once_in_the_statistics_of_a_checkpointed_norm(kind: str) -> None:
+    def normed() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU()) for _ in range(3)]
+        return nn.Sequential(*blocks, nn.Linear(8, 5))
+
+    ours, theirs = normed(), normed()
+    for model, plan in ((ours, Plan(activation_checkpointing=kind)), (theirs, Plan())):  # type: ignore[arg-type]
+        _, step = with_step(model, data(3), plan)
+        assert step.rolled_back == []
+    assert_same(ours, theirs, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), theirs.buffers(), strict=True))
+
+
+def test_a_model_with_other_blocks_than_at_first_can_be_closed() -> None:
+    model = net()
+    _, step = with_step(model, data(1), Plan(activation_checkpointing="block"))
+    removed = model[1]
+    assert removed.__dict__["_compiled_call_impl"] is not None
+    del model[1]
+    step.close()
+    assert all(one.__dict__.get("_compiled_call_impl") is None for one in (removed, *model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.machine_checks.facts import Facts
 from flatout.machine.description import Gpu, GpuProcess, Machine
+from flatout.machine.nvidia import NAMES_MIG, names_mig
 from flatout.units import format_bytes
 
 _LITTLE_FREE_SHARE = 0.5
@@ -28,6 +29,15 @@ def gpu_hidden(machine: Machine, facts: Facts) -> Finding | None:
     if not machine.hidden_devices or facts.cuda_visible_devices is None:
         return None
     all_hidden = not machine.devices
+    if names_mig(facts.cuda_visible_devices):
+        return Finding(
+            name="gpu_hidden",
+            severity="note",
+            title=f"CUDA_VISIBLE_DEVICES {NAMES_MIG}",
+            evidence=f"it is {facts.cuda_visible_devices!r}: torch uses that instance, whose ceilings are not measured",
+            remedy="name whole GPUs, by number or as GPU-..., to have them measured",
+            next_command="nvidia-smi -L",
+        )
     return Finding(
         name="gpu_hidden",
         severity="warning" if all_hidden else "note",

@@ -60,8 +60,7 @@ class Accuracy:
 
     def to_json(self) -> dict[str, object]:
         """Values that are not finite become None: JSON has no infinity."""
-        known = asdict(self)
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
+        return _for_json(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +105,14 @@ class Tolerance:
         if found.divergence is not None and found.divergence > most_divergence:
             broken.append(f"divergence {found.divergence:.1e} is above {most_divergence:.1e}")
         return "; ".join(broken)
+
+    def to_json(self) -> dict[str, object]:
+        """A bound of infinity, which forbids nothing, becomes None."""
+        return _for_json(asdict(self))
+
+
+def _for_json(values: dict[str, object]) -> dict[str, object]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 class Closeness:

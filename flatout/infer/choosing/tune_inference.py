@@ -11,7 +11,7 @@ is left out, with its reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import get_args
 
@@ -77,7 +77,8 @@ def tune_inference(
     cannot be used, and what the model itself raises.
     """
     began, why = time.perf_counter(), "as asked"
-    _check(model, task, plan, items, exactness, seconds)
+    _check(model, task, plan, exactness, seconds)
+    items = None if items is None else as_whole_number(items, "items")
     tolerance = Tolerance(max_error=max_error, min_agreement=min_agreement, max_divergence=max_divergence)
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
@@ -122,22 +123,28 @@ def _guess(model: nn.Module, inputs: object, tokenizer: Tokenizer | None) -> tup
         decoder = read_decoder(model)
     except UsageError:
         return "predict", "guessed, as it is no causal language model that Flatout generates with", inputs
-    try:
-        read_prompts(inputs, tokenizer=tokenizer, vocabulary=decoder.vocabulary, max_tokens=decoder.max_tokens)
-    except UsageError:
-        return "predict", "guessed, as the sample holds no prompts", inputs
-    return "generate", f'guessed from {decoder.family} and prompts (task="predict" for its outputs)', inputs
+
+    def are_prompts(some: object) -> bool:
+        try:
+            read_prompts(some, tokenizer=tokenizer, vocabulary=decoder.vocabulary, max_tokens=decoder.max_tokens)
+        except UsageError:
+            return False
+        return True
+
+    # One bad prompt among good ones is for generation to name.
+    one_by_one: Iterable[object] = ()
+    if isinstance(inputs, Iterable) and not isinstance(inputs, str | Mapping) and getattr(inputs, "ndim", 1) != 0:
+        one_by_one = inputs
+    if are_prompts(inputs) or any(are_prompts([one]) for one in one_by_one):
+        return "generate", f'guessed from {decoder.family} and prompts (task="predict" for its outputs)', inputs
+    return "predict", "guessed, as the sample holds no prompts", inputs
 
 
-def _check(
-    model: nn.Module, task: Task | None, plan: Plan | None, items: int | None, exactness: Exactness, seconds: float
-) -> None:
+def _check(model: nn.Module, task: Task | None, plan: Plan | None, exactness: Exactness, seconds: float) -> None:
     as_model(model)
     as_plan(plan)
     if task not in (None, *get_args(Task)):
         raise UsageError(f"task is {task!r}", limit="it is 'predict', 'generate' or None")
-    if items is not None:
-        as_whole_number(items, "items")
     as_exactness(exactness)
     as_seconds(seconds)
 

@@ -171,7 +171,12 @@ class TunedPrediction:
         return [one if isinstance(one, Failed) else dict(output_tensors(one)) for one in exact(self._judged)]
 
     def _scores(self, asked: bool | None) -> tuple[bool, str]:
-        first = next(one for one in self._reference if not isinstance(one, Failed))
+        usable = [one for one in self._reference if not isinstance(one, Failed)]
+        if not usable:
+            failed = next(one for one in self._reference if isinstance(one, Failed))
+            what = f"no sample input has an output in fp32: {failed.what}"
+            raise UsageError(what, limit=failed.limit, remedy=failed.remedy)
+        first = usable[0]
         numbers = {path: leaf for path, leaf in first.items() if leaf.is_floating_point()}
         guess, why = scores_of(
             list(numbers), [leaf.shape for leaf in numbers.values()], calling_of(self.model).vocabulary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
@@ -107,7 +107,7 @@ class InferenceTuning(ShownAsText):
             "trials": [trial.to_json() for trial in self.trials],
             "not_tried": [entry.to_json() for entry in self.state.not_tried],
             "budget_seconds": self.budget_seconds,
-            "tolerance": asdict(self.tolerance),
+            "tolerance": self.tolerance.to_json(),
             "items": self.items,
             "plain_seconds": self.plain_seconds,
             "chosen_seconds": self.chosen_seconds,

@@ -143,7 +143,7 @@ def with_sizes(example: Example, sizes: Mapping[str, int], dynamic: Dynamic, kin
 def _resampled(tensor: Tensor, shape: list[int], rows_vary: bool, generator: torch.Generator) -> Tensor:
     picked = tensor
     if rows_vary:
-        rows = torch.randint(tensor.shape[0], (shape[0],), generator=generator)
+        rows = torch.randint(tensor.shape[0], (shape[0],), generator=generator, device="cpu")
         picked = tensor[rows.to(tensor.device)]
     if len(shape) > 1 and shape[1] != tensor.shape[1]:
         # Stretched, so that padding stays on its side.
@@ -168,18 +168,19 @@ def _fresh(tensor: Tensor, shape: list[int], limit: int | None, generator: torch
     if values.numel() == 0:
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     if values.is_complex():
-        drawn = torch.randn(shape, generator=generator, dtype=torch.complex64)
+        drawn = torch.randn(shape, generator=generator, dtype=torch.complex64, device="cpu")
     elif values.is_floating_point():
         wide = values.double()
         spread = float(wide.std(correction=0)) or 1.0
-        drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * spread + float(wide.mean())
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        drawn = drawn * spread + float(wide.mean())
         if float(wide.min()) < float(wide.max()):  # what is never negative, or a share, stays so
             drawn = drawn.clamp(float(wide.min()), float(wide.max()))
     else:
         low, high = int(values.min()), int(values.max())
         if low == high and limit is not None and 0 <= low < limit:  # zeros((2, 16)) stand for any tokens
             low, high = 0, limit - 1
-        drawn = torch.randint(low, high + 1, (*shape,), generator=generator)
+        drawn = torch.randint(low, high + 1, (*shape,), generator=generator, device="cpu")
     return drawn.to(tensor.dtype).to(tensor.device)
 
 

@@ -99,13 +99,13 @@ def _drawn(spec: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
         bounds = torch.iinfo(dtype)
         if not bounds.min <= low < high <= bounds.max + 1:
             raise UsageError(f"{spec!r} leaves no number", limit=f"{match['dtype']} goes to {bounds.max}")
-        drawn = torch.randint(low, high, shape, generator=generator, dtype=dtype)
+        drawn = torch.randint(low, high, shape, generator=generator, dtype=dtype, device="cpu")
     elif match["high"] is not None:
         raise UsageError(f"{spec!r} has an upper end", limit="only whole numbers have one", remedy="leave it out")
     elif dtype is torch.bool:
-        drawn = torch.randint(0, 2, shape, generator=generator).bool()
+        drawn = torch.randint(0, 2, shape, generator=generator, device="cpu").bool()
     else:
-        drawn = torch.randn(shape, generator=generator).to(dtype)
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
     return match["name"], drawn
 
 

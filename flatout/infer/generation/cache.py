@@ -35,7 +35,7 @@ class KeyValueCache:
     """
 
     def __init__(
-        self, decoder: Decoder, *, slots: int, length: int, dtype: torch.dtype, device: torch.device | None = None
+        self, decoder: Decoder, *, slots: int, length: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         if length > decoder.max_tokens:
             what = f"a cache of {length} tokens"
@@ -44,13 +44,9 @@ class KeyValueCache:
         shape = (slots, decoder.kv_heads, length, decoder.head_width)
         self.slots, self.length, self.dtype = slots, length, dtype
         count = len(decoder.blocks)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
-
-    @property
-    def nbytes(self) -> int:
-        """Held, whether used or not."""
-        return sum(part.nbytes for part in (*self.keys, *self.values))
+        with torch.inference_mode(False):  # what is made in it can be written to only there, and caches are used again
+            self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
+            self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
 
     def check(self, span: Span) -> None:
         """UsageError where these places are not in the cache."""

@@ -206,7 +206,7 @@ def _rotary(module: nn.Module, max_tokens: int) -> tuple[Tensor, Tensor]:
         raise UsageError(f"the model's rotary positions are {kind!r}", limit=limit, remedy="use its own generate()")
     places = torch.arange(max_tokens, device=module.get_buffer("inv_freq").device)
     with torch.no_grad():
-        cosines, sines_ = module(torch.zeros(1, device=places.device), places[None])
+        cosines, sines_ = module(torch.zeros(1, dtype=torch.float32, device=places.device), places[None])
     half = cosines.shape[-1] // 2
     return cosines[0, :, :half].contiguous(), sines_[0, :, :half].contiguous()
 

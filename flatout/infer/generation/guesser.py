@@ -114,7 +114,7 @@ class Guesser:
                 self._drafted[text.index] = text.length + len(guess) - 1
         if self._sampling.greedy:
             return guesses, None
-        return guesses, [torch.stack(one) if one else torch.empty(0) for one in drawn_from]
+        return guesses, [torch.stack(one) if one else torch.empty(0, device=self._draft.device) for one in drawn_from]
 
     # judgement
 
@@ -138,8 +138,6 @@ class Guesser:
         ends = list(accumulate(len(guess) + 1 for guess in guesses))
         for index, (text, guess) in enumerate(zip(texts, guesses, strict=True)):
             rows = logits[ends[index] - len(guess) - 1 : ends[index]]
-            if bool(unusable(rows[:1])):  # a row behind a wrong guess may be what it likes
-                raise no_usable_logits(text.index, len(text.made))
             proposed = torch.tensor(guess, dtype=torch.int64, device=rows.device)
             draws = None
             if not self._sampling.greedy:
@@ -152,10 +150,13 @@ class Guesser:
                 count, last = accept(
                     probabilities(rows, self._sampling),
                     proposed,
-                    chances[index],
+                    chances[index].to(rows.device),
                     draws=draws,
                     acceptances=torch.stack(judges).to(rows.device),
                 )
+            bad = unusable(rows[: int(count) + 1]).tolist()  # a row behind a wrong guess may be what it likes
+            if any(bad):
+                raise no_usable_logits(text.index, len(text.made) + bad.index(True))
             counts.append(int(count))
             found.append([*guess[: int(count)], int(last)])
         return found, counts

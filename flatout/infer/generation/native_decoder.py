@@ -129,19 +129,21 @@ class NativePasses:
         for span in spans:  # the kernel does not check where it writes
             self.cache.check(span)
         threads = self._threads_for(len(tokens))
-        slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
-        positions = torch.tensor([place for span in spans for place in range(span.start, span.start + span.length)])
-        ends = torch.tensor([span.length for span in spans]).cumsum(0) - 1
-        wanted = list(range(len(positions))) if every else ends.tolist()
+        slots = torch.tensor([span.slot for span in spans for _ in range(span.length)], device=self.device)
+        places = [place for span in spans for place in range(span.start, span.start + span.length)]
+        positions = torch.tensor(places, device=self.device)
+        ends = torch.tensor([span.length for span in spans], device=self.device).cumsum(0) - 1
+        wanted = list(range(len(places))) if every else ends.tolist()
         x = F.embedding(tokens, self._of.tokens).float()
         if self._of.positions is not None:
             x = x + F.embedding(positions, self._of.positions).float()
         parts = []
         for begin in range(0, len(positions), ROWS_PER_PASS):
             rows = slice(begin, begin + ROWS_PER_PASS)
-            here = torch.tensor([row - begin for row in wanted if 0 <= row - begin < ROWS_PER_PASS], dtype=torch.int64)
+            here = [row - begin for row in wanted if 0 <= row - begin < ROWS_PER_PASS]
+            logits_of = torch.tensor(here, dtype=torch.int64, device=self.device)
             part = x[rows].contiguous()
-            parts.append(run_pass(self._struct, part, slots[rows], positions[rows], here, threads))
+            parts.append(run_pass(self._struct, part, slots[rows], positions[rows], logits_of, threads))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _threads_for(self, rows: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flatout.errors import FlatoutError, PlanError, UsageError
 from flatout.plan import Plan
+from flatout.precision.matmul import current_matmul_precision
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _LONGEST = (
@@ -57,7 +58,7 @@ class OwnForward:
     @property
     def closeness(self) -> float:
         """The most by which logits computed in two ways may differ, as a share of their spread; see `difference`."""
-        exact = self.storage in ("fp32", "fp64") and torch.get_float32_matmul_precision() == "highest"
+        exact = self.storage in ("fp32", "fp64") and current_matmul_precision() == "highest"
         rounded = self.device.type == "cuda" and torch.backends.cudnn.allow_tf32  # on by default for recurrent layers
         return FULL_CLOSENESS if exact and not rounded else HALF_CLOSENESS
 
@@ -115,6 +116,8 @@ def longest_text(model: object) -> int | None:
     for place in found:
         for name in _LONGEST:
             value = place.get(name)
+            if name == "n_positions" and "relative_attention_num_buckets" in place:
+                continue  # T5: the length it was trained on, which relative positions do not end at
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
@@ -155,7 +158,7 @@ def trial_tokens(model: nn.Module, vocabulary: int, count: int, seed: int = 1) -
     """Ids int64 [count], which every embedding of the model has."""
     rows = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(min([vocabulary, *rows]), (count,), generator=generator)
+    return torch.randint(min([vocabulary, *rows]), (count,), generator=generator, device="cpu")
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from flatout.errors import UsageError
 from flatout.infer.generation.token_ids import whole_number
-from flatout.infer.tokenizer_source import Tokenizer
+from flatout.infer.tokenizer_source import Tokenizer, encode_of
 
 _OF_A_TOKENIZER = frozenset({"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "length"})
 """What a tokenizer of transformers returns; only the first two say anything about a text."""
@@ -88,8 +88,7 @@ def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
             limit = "without a tokenizer a prompt is a list of token ids"
             raise UsageError(f"prompt {index} is a text", limit=limit, remedy="pass tokenizer=...")
-        found = tokenizer.encode(prompt)
-        return list(found.ids if hasattr(found, "ids") else found)
+        return encode_of(tokenizer)(prompt)
     if isinstance(prompt, torch.Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype is torch.bool:
             what = f"prompt {index} is {prompt.dtype} {list(prompt.shape)}"

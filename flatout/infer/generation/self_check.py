@@ -18,6 +18,7 @@ from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.own_forward import difference, evaluating
 from flatout.infer.generation.plain_modules import REMEDY
 from flatout.infer.generation.torch_decoder import TorchDecoder
+from flatout.precision.matmul import current_matmul_precision
 
 TOKENS, THROUGH_CACHE = 5, 1
 """Tokens read, and how many of them in a pass of their own over the keys and values of those before."""
@@ -32,12 +33,12 @@ def check_against_model(model: nn.Module, decoder: Decoder, engine: NativeDecode
     count = min(TOKENS, decoder.max_tokens)
     cut = max(1, count - THROUGH_CACHE)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(decoder.vocabulary, (count,), generator=generator).to(device)
+    tokens = torch.randint(decoder.vocabulary, (count,), generator=generator, device="cpu").to(device)
     wanted = _own_logits(model, tokens)
     if not wanted.isfinite().all():
         return
     own: Storage = "fp32" if decoder.tokens.dtype in (torch.float32, torch.float64) else "bf16"
-    full = own == "fp32" and torch.get_float32_matmul_precision() == "highest"
+    full = own == "fp32" and current_matmul_precision() == "highest"
     closeness = LIMITS["fp32" if full else "bf16"]
     if engine.storage == "fp32":
         _compare(_logits(engine, tokens, cut=cut), wanted, closeness, "the weights as they were read")

@@ -6,7 +6,7 @@ stalls a pass tenfold; E comes from the share accepted at each position, recent 
 
 Where guessing does not pay it is switched off and tried again after 4, 8, 16 ... passes. Each try costs time on a text
 that cannot be guessed, so the net loss of tries is kept below a small share of the elapsed time. Only the first pass of
-a size may exceed that bound: its duration is not known beforehand, and may include warm-up. `learn` avoids this.
+a size may exceed that bound: its duration is not known beforehand, and may include warm-up.
 
 >>> throttle = Throttle()
 >>> for _ in range(5):
@@ -110,12 +110,6 @@ class Throttle:
     def choose(self) -> int:
         """How many tokens to guess for the next pass, at most; 0 = none. May be asked repeatedly."""
         return 0 if self.on and self._since_plain >= RENEWAL else self._size
-
-    def learn(self, proposed: int, seconds: float) -> None:
-        """A pass timed beforehand, of a shape already warmed up: it cost the text nothing. Three of a size are best."""
-        times = self._times[self._size_of(proposed)]
-        times.warm = True
-        times.add(seconds)
 
     def observe(self, proposed: int, accepted: int | Sequence[int], seconds: float) -> None:
         """A pass over `proposed` guesses a row (the most of any row; 0 = plain), guessing included, took `seconds`.

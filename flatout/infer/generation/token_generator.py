@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,7 +35,7 @@ from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.torch_decoder import TorchPasses
-from flatout.infer.tokenizer_source import Encoding, Tokenizer, decode_of
+from flatout.infer.tokenizer_source import Tokenizer, decode_of, encode_of
 from flatout.plan import Plan
 
 DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
@@ -87,10 +87,11 @@ class TokenGenerator:
     depend on the others. On a GPU that holds up to rounding: kernels depend on the number of sequences and the length
     of the cache, and so may the choice between tokens that are about equally likely.
 
-    plan: precision (fp32 unless it says bf16), weights (int8, int4), speculation, threads; a model run by its own
-    forward pass keeps its precision unless it says bf16, and takes neither weights nor speculation. tokenizer:
-    anything with `encode` and `decode`, where prompts or stops are texts. draft: a smaller model of the same vocabulary
-    that guesses tokens ahead; what comes out is distributed as without it. slots: sequences worked on at once.
+    plan: precision (fp32 unless it says bf16), weights (on a CPU: int8, int4), speculation, threads; a model that is
+    run by its own forward pass keeps its precision unless it says bf16, and takes neither weights nor speculation.
+    tokenizer: anything with `encode` and `decode`, where prompts or stops are texts. draft: a smaller model of the same
+    vocabulary that guesses tokens ahead; what comes out is distributed as without it. slots: sequences worked on at
+    once.
     """
 
     def __init__(
@@ -104,10 +105,9 @@ class TokenGenerator:
     ) -> None:
         self.plan = as_plan(plan, "generate")
         as_model(model)
-        if slots is not None:
-            as_whole_number(slots, "slots")
         self.tokenizer, self._words = _one_at_a_time(tokenizer)
-        self._model, self._draft_model, self._slots = model, draft, slots
+        self._model, self._draft_model = model, draft
+        self._slots = _count("slots", slots)
         self._preparing = threading.Lock()
         self._prepared = self._prepare(model, self.plan)
         self._draft: Prepared | None = None
@@ -212,7 +212,7 @@ class TokenGenerator:
         no_end: bool,
         start: int | None,
     ) -> _Request:
-        _check_count("max_new_tokens", max_new_tokens)
+        max_new_tokens = _count("max_new_tokens", max_new_tokens)
         prepared, draft = self._current()
         vocabulary, encodes = prepared.vocabulary, prepared.encodes
         given = {**settings, "max_new_tokens": max_new_tokens, "stop": stop}
@@ -408,13 +408,13 @@ class _OneAtATime:
     """A tokenizer shared by threads: those of transformers fail when two threads encode at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self._decode = decode_of(tokenizer)
+        self._lock = threading.Lock()
+        self._encode, self._decode = encode_of(tokenizer), decode_of(tokenizer)
         self.pad_token_id: int | None = getattr(tokenizer, "pad_token_id", None)
 
-    def encode(self, text: str) -> Iterable[int] | Encoding:
+    def encode(self, text: str) -> list[int]:
         with self._lock:
-            return self._tokenizer.encode(text)
+            return self._encode(text)
 
     def decode(self, tokens: list[int]) -> str:
         with self._lock:
@@ -433,8 +433,7 @@ def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -
     if max_new_tokens is not None:
         return max_new_tokens
     if own.max_new_tokens is not None:
-        _check_count("the generation_config's max_new_tokens", own.max_new_tokens)
-        return own.max_new_tokens
+        return as_whole_number(own.max_new_tokens, "the generation_config's max_new_tokens")
     if own.max_length is None:
         return MAX_NEW_TOKENS
     if own.max_length <= len(prompt):
@@ -443,9 +442,8 @@ def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -
     return own.max_length - len(prompt)
 
 
-def _check_count(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 1")
+def _count(name: str, value: int | None) -> int | None:
+    return None if value is None else as_whole_number(value, name)
 
 
 def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int]) -> Choice:

@@ -165,7 +165,10 @@ class TorchPasses:
 
         Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
         """
-        with self._of.alone if self.device.type == "cuda" else nullcontext():
+        with (
+            self._of.alone if self.device.type == "cuda" else nullcontext(),
+            torch.autocast(self.device.type, enabled=False),  # one around the call is not the plan's
+        ):
             if self._of.captures and not every and all(span.length == 1 for span in spans):
                 return self._replayed(tokens, spans)
             return self._computed(tokens, spans, every)
@@ -209,9 +212,10 @@ class _StepGraph:
     """One step over tensors that stay where they are, captured at its first use."""
 
     def __init__(self, rows: int, device: torch.device, step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        self._tokens, self._slots, self._positions = (
-            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
-        )
+        with torch.inference_mode(False):  # a later step may be outside of it
+            self._tokens, self._slots, self._positions = (
+                torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
+            )
         self._expected: list[Span] = []
         """Spans for which slots and positions are already set: those of the last step, advanced by one."""
         self._step = step
@@ -220,8 +224,8 @@ class _StepGraph:
     def __call__(self, tokens: Tensor, spans: Sequence[Span]) -> Tensor:
         self._tokens.copy_(tokens)
         if list(spans) != self._expected:
-            self._slots.copy_(torch.tensor([span.slot for span in spans]))
-            self._positions.copy_(torch.tensor([span.start for span in spans]))
+            self._slots.copy_(torch.tensor([span.slot for span in spans], device="cpu"))
+            self._positions.copy_(torch.tensor([span.start for span in spans], device="cpu"))
         if self._replay is None:
             self._replay = captured(lambda: self._step(self._tokens, self._slots, self._positions))
         logits = self._replay().clone()

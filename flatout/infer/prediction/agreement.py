@@ -16,16 +16,18 @@ import math
 import random
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from flatout.infer.output_tensors import output_tensors
+from flatout.infer.output_tensors import output_values
 from flatout.infer.prediction.model_batch import Batching, Runner
 from flatout.infer.prediction.samples import Sample
+from flatout.plan_document import short
 
-Outputs = Mapping[str, Tensor]
-"""Of one sample, without a batch dimension, by path."""
+Outputs = Mapping[str, object]
+"""Of one sample, without a batch dimension: tensors, and whatever else the model returns, by path."""
 
 _ROUNDING = {"fp32": (1e-4, 2e-3), "bf16": (0.05, 0.15), "fp16": (0.01, 0.03), "int8": (0.1, 0.2)}
 """Relative distance of a batched row from the same alone: what is always allowed, and what is never exceeded however
@@ -48,14 +50,19 @@ class Agreement:
         """Learn the norms of rows: without them an output that happens to be near 0 would look wrong."""
         for output in outputs:
             for path, leaf in output.items():
-                if leaf.is_floating_point() and leaf.numel():
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
                     rows = _rows(leaf.nan_to_num(0.0, 0.0, 0.0))
                     total, count = self._sizes.get(path, (0.0, 0))
                     self._sizes[path] = total + float(rows.square().sum()), count + len(rows)
 
     def measured(self, found: Outputs, right: Outputs) -> None:
         """These two are known to differ only by rounding."""
-        usual = max((self._apart(path, leaf, right[path]) for path, leaf in found.items() if _inexact(leaf)), default=0)
+        apart = [
+            self._apart(path, leaf, other)
+            for path, leaf in found.items()
+            if _inexact(leaf) and _inexact(other := right.get(path))
+        ]
+        usual = max(apart, default=0.0)
         if usual <= self.highest:
             self.limit = max(self.limit, min(self.highest, TIMES_MEASURED * usual))
 
@@ -65,6 +72,10 @@ class Agreement:
             return f"the outputs are {', '.join(found)}, alone {', '.join(right)}"
         for path, leaf in found.items():
             expected = right[path]
+            if not isinstance(leaf, Tensor) or not isinstance(expected, Tensor):
+                if not _same(leaf, expected):
+                    return f"{path} is {short(leaf)}, of the same sample alone {short(expected)}"
+                continue
             if leaf.shape != expected.shape:
                 return f"{path} of a sample is {list(leaf.shape)}, alone {list(expected.shape)}"
             if not _inexact(leaf):
@@ -96,18 +107,26 @@ class Agreement:
 def same_bits(a: Sequence[Outputs], b: Sequence[Outputs]) -> bool:
     """Whether all values are equal; NaN equals NaN."""
     return all(
-        one.keys() == other.keys()
-        and all(torch.allclose(leaf, other[path], rtol=0, atol=0, equal_nan=True) for path, leaf in one.items())
+        one.keys() == other.keys() and all(_same(leaf, other[path]) for path, leaf in one.items())
         for one, other in zip(a, b, strict=True)
     )
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    try:
+        return a is b or bool(a == b) or (a != a and b != b)
+    except Exception:  # arrays compare value by value, and an object of the user's may compare as it likes
+        return False
 
 
 def _rows(leaf: Tensor) -> Tensor:
     return leaf.reshape(-1, leaf.shape[-1]) if leaf.dim() > 1 else leaf.reshape(1, -1)
 
 
-def _inexact(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
+def _inexact(leaf: object) -> TypeGuard[Tensor]:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 SHARE = 0.01
@@ -148,7 +167,7 @@ class Audit:
         if not places:
             return
         start = time.perf_counter()
-        found = [dict(output_tensors(one)) for one in outputs]
+        found = [dict(output_values(one)) for one in outputs]
         agreement.learn(found)
         for place in places:
             try:

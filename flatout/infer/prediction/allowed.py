@@ -208,7 +208,7 @@ class Trial:
 
     def _together(
         self, samples: Sequence[Sample], how: Batching, *, tokens: int | None = None, padding: Noise | None = None
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[dict[str, object]]:
         output = self.runner.run(samples, how, tokens=tokens, padding=padding)
         return self.runner.outputs(output, samples, padded=how != "equal")
 
@@ -242,15 +242,18 @@ def _with_a_neighbour(samples: Sequence[Sample]) -> list[tuple[Sample, Sample | 
 
 def _token_level(alone: Sequence[Outputs], samples: Sequence[Sample]) -> tuple[frozenset[str], str]:
     paths = set()
-    for path, leaf in alone[0].items():
-        if any(path not in outputs for outputs in alone):
+    for path in alone[0]:
+        leaves = [leaf for outputs in alone if isinstance(leaf := outputs.get(path), Tensor)]
+        if not leaves:
+            continue
+        if len(leaves) < len(alone):
             return frozenset(), f"{path} is not returned for every length"
-        shapes = [outputs[path].shape for outputs in alone]
+        shapes = [leaf.shape for leaf in leaves]
         if all(shape == shapes[0] for shape in shapes):
             continue
         follows = all(len(shape) and shape[0] == one.length for shape, one in zip(shapes, samples, strict=True))
         if not follows or len({shape[1:] for shape in shapes}) > 1:
-            shown = f"{path} is {list(leaf.shape)} for {samples[0].length} tokens"
+            shown = f"{path} is {list(shapes[0])} for {samples[0].length} tokens"
             return frozenset(), f"{shown}: its padding cannot be identified"
         paths.add(path)
     return frozenset(paths), ""

@@ -19,6 +19,8 @@ WINDOW_BATCHES = 16
 """Batches' worth of tokens that a window holds. More would sort better and hold more results in memory: at 16 the
 padding of log-normal lengths is below 3 %."""
 WINDOW_ITEMS = 4096
+BATCH_SIZE = 32
+"""Inputs of fixed size, such as images, in one batch; of small ones as many as hold `batch_tokens` numbers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,14 @@ class Bounds:
     """How much is read ahead, and how much goes into one batch."""
 
     batch_tokens: int
-    batch_size: int
-    """Samples of one batch at most."""
+    batch_size: int | None
+    """Inputs of fixed size in one batch, as asked for; None: see BATCH_SIZE."""
     window_tokens: int
     window_items: int = WINDOW_ITEMS
+
+    def size_of_batch(self, numbers: int) -> int:
+        """Inputs of fixed size in one batch at most; `numbers`: in one input."""
+        return self.batch_size or max(BATCH_SIZE, self.batch_tokens // max(numbers, 1))
 
 
 def windows(samples: Iterator[T], tokens: Callable[[T], int], bounds: Bounds) -> Iterator[list[T]]:

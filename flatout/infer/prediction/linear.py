@@ -102,9 +102,9 @@ class Int8Linear(nn.Linear):
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
         self.onednn = values.device.type == "cpu" and multiplies_int8()
         if self.onednn:
-            self.register_buffer("one", torch.tensor(1.0))
-            self.register_buffer("zero_point", torch.tensor(ZERO_POINT, dtype=torch.int32))
-            self.register_buffer("no_zeros", torch.zeros(self.out_features, dtype=torch.int64))
+            self.register_buffer("one", torch.tensor(1.0, dtype=torch.float32, device="cpu"))
+            self.register_buffer("zero_point", torch.tensor(ZERO_POINT, dtype=torch.int32, device="cpu"))
+            self.register_buffer("no_zeros", torch.zeros(self.out_features, dtype=torch.int64, device="cpu"))
             self.weight = torch.ops.onednn.qlinear_prepack(values, None)
         else:
             self.register_buffer("values", values)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatout.data.nested import map_leaves
 from flatout.errors import UsageError
-from flatout.infer.output_tensors import is_tensor, output_tensors
+from flatout.infer.output_tensors import is_tensor, output_tensors, output_values
 from flatout.infer.prediction.calling import Calling
 from flatout.infer.prediction.packing import packed_blocks
 from flatout.infer.prediction.placed import Placed
@@ -145,17 +145,17 @@ class Runner:
             for place, sample in enumerate(samples)
         ]
 
-    def outputs(self, output: object, samples: Sequence[Sample], *, padded: bool) -> list[dict[str, Tensor]]:
-        """The tensors of each sample by path, cut as by `cut`."""
+    def outputs(self, output: object, samples: Sequence[Sample], *, padded: bool) -> list[dict[str, object]]:
+        """What `cut` gives of each sample, tensors and other values, by path."""
         cut = self.cut(output, samples, padded=padded)
-        return [dict(output_tensors(row)) for row in cut]
+        return [dict(output_values(row)) for row in cut]
 
     @staticmethod
     def leaves(output: object) -> dict[str, Tensor]:
         """The tensors of the output, copied: a model may return buffers that it overwrites in the next call."""
         return {path: leaf.detach().clone() for path, leaf in output_tensors(output)}
 
-    def alone(self, sample: Sample) -> dict[str, Tensor]:
+    def alone(self, sample: Sample) -> dict[str, object]:
         """The reference: the outputs of a sample run by itself, uncompiled."""
         call, self.call = self.call, None
         try:

@@ -44,8 +44,6 @@ from flatout.plan import Plan
 BATCH_TOKENS_CPU = 2048
 """More does not make products faster on a CPU, and activations no longer fit in the cache."""
 BATCH_TOKENS_CUDA = 16384
-BATCH_SIZE = 32
-"""Inputs of fixed size, such as images, in one batch."""
 RESULTS_PER_LOOK = 64
 """Between two looks at the figures for the bar."""
 
@@ -66,11 +64,13 @@ def predict(
 
     inputs: tensors, arrays, lists of token ids, dicts (keywords) or tuples (arguments), without a batch dimension;
     any iterable, read as it goes. An output is what the model returns for that input without the batch dimension, on
-    the CPU, in the dtype of the model's weights. The model itself is not changed: a copy runs, as the plan says.
+    the CPU, in the dtype of the model's weights; where it holds values other than tensors that depend on the input,
+    inputs are run one by one. The model itself is not changed: a copy runs, as the plan says.
 
-    plan: precision, weights, activations, batching, batch_tokens (2048 on a CPU, 16384 on a GPU), memory_format,
-    fold_batch_norm, compile, threads; others are refused (`plan.part_for("predict")` drops them). batch_size: of inputs
-    of fixed size (32).
+    plan: precision, weights (on a GPU only int8, with activations), activations, batching, batch_tokens (2048 on a CPU,
+    16384 on a GPU), memory_format, fold_batch_norm, compile, matmul_precision, cudnn_benchmark, threads,
+    flush_denormals; others are refused (`plan.part_for("predict")` drops them). batch_size: of inputs of fixed size,
+    such as images and vectors of numbers (32; of small ones as many as hold batch_tokens numbers).
     look_ahead: the most inputs held in memory with their outputs (4096, and no more than 16 batches' tokens, or 2
     batches of inputs of fixed size).
     check_finite: an output with inf or NaN counts as failed. on_error: "mark" puts a `Failed` in the place of a
@@ -98,15 +98,14 @@ class Predictor:
         check_finite: bool = False,
     ) -> None:
         self.plan = as_plan(plan, "predict")
-        for name, value in (("batch_size", batch_size), ("look_ahead", look_ahead)):
-            if value is not None:
-                as_whole_number(value, name)
+        batch_size = None if batch_size is None else as_whole_number(batch_size, "batch_size")
+        look_ahead = None if look_ahead is None else as_whole_number(look_ahead, "look_ahead")
         placed = place(model, self.plan, device)
         usual = BATCH_TOKENS_CUDA if placed.device.type == "cuda" else BATCH_TOKENS_CPU
         batch_tokens = self.plan.batch_tokens or usual
         self.bounds = Bounds(
             batch_tokens=batch_tokens,
-            batch_size=batch_size or BATCH_SIZE,
+            batch_size=batch_size,
             window_tokens=batch_tokens * WINDOW_BATCHES,
             window_items=look_ahead or WINDOW_ITEMS,
         )
@@ -291,4 +290,6 @@ def _weight(one: Sample | Failed, bounds: Bounds) -> int:
     sorting them, and each may be large."""
     if isinstance(one, Failed):
         return 0
-    return one.length if one.length is not None else -(-bounds.window_tokens // (2 * bounds.batch_size))
+    if one.length is not None:
+        return one.length
+    return -(-bounds.window_tokens // (2 * bounds.size_of_batch(one.numbers)))

@@ -9,19 +9,23 @@ what they are of (`run_identity`): results of different runs are never mixed. It
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flatout import __version__
 from flatout.data.nested import leaves_in
-from flatout.errors import UsageError
+from flatout.errors import UsageError, describe_error
 from flatout.infer.prediction.predicted import Failed
 from flatout.plan_document import short
 from flatout.whole_files import written_whole
@@ -119,7 +123,7 @@ def _forget(path: Path, note: Path, lines: bool) -> None:
 class _Lines:
     def __init__(self, path: Path, keep: str) -> None:
         self.done = self.failed = 0
-        self._keep = keep
+        self._path, self._keep = path, keep
         path.touch()
         self._file = open(path, "r+b")  # noqa: SIM115
         whole = 0
@@ -140,14 +144,18 @@ class _Lines:
             line["failed"] = str(result).partition(": ")[2]
         else:
             line["output"] = _plain(kept(result, self._keep))
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._unsaved += 1
-        if self._unsaved >= LINES_A_FLUSH:
-            self._save()
+        with _written(self._path):
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._unsaved += 1
+            if self._unsaved >= LINES_A_FLUSH:
+                self._save()
 
     def close(self) -> None:
-        self._save()
-        self._file.close()
+        with _written(self._path):
+            try:
+                self._save()
+            finally:
+                self._file.close()
 
     def _save(self) -> None:
         self._file.flush()
@@ -157,18 +165,21 @@ class _Lines:
 
 class _Folder:
     def __init__(self, path: Path, keep: str) -> None:
-        from safetensors import safe_open
-
         self.done = self.failed = 0
         self._path, self._keep = path, keep
         self._tensors: dict[str, Tensor] = {}
         self._failures: dict[int, str] = {}
         self._added = 0
         while (file := self._name()).exists():
-            with safe_open(file, "pt") as known:
-                about = known.metadata()
-            self.done += int(about["count"])
-            self.failed += len(json.loads(about["failed"]))
+            try:
+                with safe_open(file, "pt") as known:
+                    about = known.metadata()
+                self.failed += len(json.loads(about["failed"]))
+                self.done += int(about["count"])
+            except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+                what = f"{file} is no file of results: {describe_error(error)}"
+                remedy = "delete it and those after it, or start over with --restart"
+                raise UsageError(what, limit="a run goes on behind those that are there", remedy=remedy) from error
         for left in path.glob("*.tmp"):
             left.unlink()
 
@@ -191,8 +202,6 @@ class _Folder:
         return self._path / f"results-{self.done:08d}.safetensors"
 
     def _save(self) -> None:
-        from safetensors.torch import save_file
-
         about = {"first": str(self.done), "count": str(self._added), "failed": json.dumps(self._failures)}
         tensors = {name: tensor.contiguous() for name, tensor in self._tensors.items()}
         _write_whole(self._name(), lambda temporary: save_file(tensors, temporary, about))
@@ -239,14 +248,21 @@ def _numbers(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Around what writes it: UsageError where the system does not let it."""
     try:
-        with written_whole(path) as temporary:
-            write(temporary)
-    except OSError as error:
+        yield
+    except (OSError, SafetensorError) as error:
         remedy = "name a place you may write"
         if not path.parent.exists():
             remedy = f"create the folder {path.parent} first"
-        elif shutil.disk_usage(path.parent).free < 1 << 20:
+        elif shutil.disk_usage(path.parent).free < 1 << 20 or getattr(error, "errno", None) == errno.ENOSPC:
             remedy = "free some space"
-        raise UsageError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot write {path}: {why}", remedy=remedy) from error
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    with _written(path), written_whole(path) as temporary:
+        write(temporary)

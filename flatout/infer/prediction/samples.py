@@ -4,7 +4,8 @@
     dict                              keywords of the model's call: {"input_ids": [...], "token_type_ids": [...]}
     tuple                             arguments of the model's call
 
-No input has a batch dimension. The first size of a tensor with one or two dimensions is its length.
+No input has a batch dimension. Ids, and tensors of two dimensions, have a length: their first size. A vector of numbers
+is of fixed size, but for a model that takes a mask (of audio, say).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KINDS = "an input is a tensor, an array, a list of numbers, or a dict or tuple o
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Tensors by keyword or place (an int), on the CPU."""
+    """Tensors by keyword or place (an int), of memory of its own: an iterator may refill the buffer that it yields."""
 
     index: int
     tensors: dict[str | int, Tensor]
@@ -49,6 +50,11 @@ class Sample:
         return 1 if self.length is None else self.length
 
     @property
+    def numbers(self) -> int:
+        """In all its tensors."""
+        return sum(one.numel() for one in self.tensors.values())
+
+    @property
     def is_sequence(self) -> bool:
         """Is it made of ids, or of vectors? Not an input of fixed size, nor a single vector of numbers."""
         several = any(one.dim() > 1 or not one.is_floating_point() for one in self.tensors.values())
@@ -66,7 +72,7 @@ def read_sample(index: int, value: object, calling: Calling) -> Sample:
     if all(one.dim() == 2 and one.shape[0] == 1 and not one.is_floating_point() for one in tensors.values()):
         tensors = {name: one[0] for name, one in tensors.items()}  # as tokenisers give it: [1, tokens]
     mask_dtype = _take_full_mask(tensors, calling) if len(tensors) > 1 and calling.mask_name in tensors else None
-    length = _length(tensors)
+    length = _length(tensors, calling)
     _check(tensors, length, calling)
     kind: tuple[Hashable, ...] = tuple(
         (name, one.dtype, one.dim(), tuple(one.shape[1:]) if _is_sequence(one, length) else tuple(one.shape))
@@ -87,7 +93,7 @@ def _named(value: object, calling: Calling) -> dict[str | int, object]:
 
 def _tensor(name: str | int, part: object) -> Tensor:
     try:
-        tensor = part.detach() if isinstance(part, Tensor) else torch.as_tensor(part)
+        tensor = part.detach().clone() if isinstance(part, Tensor) else torch.tensor(part, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         what = f"input {name!r} is {_shown(part)}" if not isinstance(name, int) else f"the input is {_shown(part)}"
         remedy = "tokenise texts first" if isinstance(part, str) else ""
@@ -114,7 +120,7 @@ def _take_full_mask(tensors: dict[str | int, Tensor], calling: Calling) -> torch
     """A mask that marks every token as real is taken out, as the batch's will be made; its dtype, None if there is
     no such mask."""
     given = tensors[calling.mask_name]  # type: ignore[index]
-    if given.dim() != 1 or len(given) != _length(tensors):
+    if given.dim() != 1 or len(given) != _length(tensors, calling):
         return None
     if not bool((given == 0).all() if calling.mask_style == "padding" else (given == 1).all()):
         return None
@@ -122,9 +128,12 @@ def _take_full_mask(tensors: dict[str | int, Tensor], calling: Calling) -> torch
     return given.dtype
 
 
-def _length(tensors: dict[str | int, Tensor]) -> int | None:
-    lengths = [one.shape[0] for one in tensors.values() if 1 <= one.dim() <= 2]
-    return lengths[0] if lengths else None
+def _length(tensors: dict[str | int, Tensor], calling: Calling) -> int | None:
+    def has_one(tensor: Tensor) -> bool:
+        vector = tensor.dim() == 1 and tensor.is_floating_point() and calling.mask_name is None
+        return 1 <= tensor.dim() <= 2 and not vector
+
+    return next((one.shape[0] for one in tensors.values() if has_one(one)), None)
 
 
 def _is_sequence(tensor: Tensor, length: int | None) -> bool:
@@ -211,12 +220,15 @@ class Noise:
         """Of the dtype of `part`, a real sample."""
         if part.is_floating_point():
             size = LOUD * float(part.double().abs().nan_to_num(0.0, 0.0, 0.0).max()) + 1.0
-            drawn = torch.rand(shape, generator=self._generator) + 0.5
-            signs = torch.randint(0, 2, shape, generator=self._generator) * 2 - 1
+            drawn = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu") + 0.5
+            signs = self._whole_numbers(0, 1, shape) * 2 - 1
             return (drawn * signs * size).to(part.dtype)
         if part.dtype is torch.bool:
-            return torch.randint(0, 2, shape, generator=self._generator).bool()
+            return self._whole_numbers(0, 1, shape).bool()
         low, high = int(part.min()), int(part.max())
         if self._vocabulary is not None and low >= 0 and high < self._vocabulary:
             low, high = 0, self._vocabulary - 1
-        return torch.randint(low, high + 1, shape, generator=self._generator).to(part.dtype)
+        return self._whole_numbers(low, high, shape).to(part.dtype)
+
+    def _whole_numbers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=self._generator, device="cpu")

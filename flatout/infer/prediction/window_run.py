@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flatout.errors import UsageError
+from flatout.errors import MachineError, UsageError, describe_error
 from flatout.infer.left_unchanged import left_unchanged
 from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.agreement import Agreement, Audit, Mismatch
@@ -36,6 +36,7 @@ from flatout.infer.prediction.samples import Sample, check_in_vocabulary, whole_
 from flatout.levers.compile import repeated_blocks
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
+from flatout.plan_document import short
 
 HOPELESS = 16
 """After this many failures and no success, the model is at fault, not the samples."""
@@ -70,7 +71,9 @@ class WindowRun:
         self.batches: Counter[str] = Counter()
         self.tokens = self.computed_tokens = self.splits = self.succeeded = self.failed_alone = 0
         self.flops: float | None = 0.0
-        self.batch_tokens, self.batch_size = bounds.batch_tokens, bounds.batch_size
+        self.batch_tokens = bounds.batch_tokens
+        self.batch_limit: int | None = None
+        """Inputs of fixed size that a batch may hold since memory ran out; None: it never did."""
         self.compiled: CompiledModel | None = None
         self.audit = Audit(self.runner)
         self._prepared = False
@@ -187,7 +190,7 @@ class WindowRun:
         """Would any batch hold one sample only?"""
         if self.plan.compile is not None:
             return False
-        return (self.bounds.batch_size if sample.length is None else self.bounds.batch_tokens) == 1
+        return (self._most(sample) if sample.length is None else self.bounds.batch_tokens) == 1
 
     def _try(self, kind: Kind, samples: Sequence[Sample]) -> None:
         self._learn_operations(samples)
@@ -233,15 +236,22 @@ class WindowRun:
             groups = _grouped(samples, lambda sample: self._bucket(sample.tokens))
         found = []
         for group in groups:
-            fixed = group[0].length is None
+            most = self._most(group[0])
             found += batches_of(
                 group,
                 lambda sample: sample.tokens,
-                max_tokens=len(group) if fixed else self.batch_tokens,
-                max_size=self.batch_size if fixed or self.batch_size < self.bounds.batch_size else None,
+                max_tokens=self.batch_tokens if most is None else len(group),
+                max_size=most,
                 padded=how == "padded",
             )
         return found
+
+    def _most(self, sample: Sample) -> int | None:
+        """Samples like this one in one batch; None: as many as their tokens allow."""
+        if sample.length is not None:
+            return None
+        size = self.bounds.size_of_batch(sample.numbers)
+        return size if self.batch_limit is None else min(size, self.batch_limit)
 
     def _bucket(self, length: int) -> int:
         longest = self.runner.calling.longest
@@ -253,7 +263,7 @@ class WindowRun:
             return None, None
         longest = max(sample.tokens for sample in batch)
         if batch[0].length is None:
-            return self.batch_size, None
+            return self._most(batch[0]), None
         tokens = self._bucket(longest) if how == "padded" else longest
         return max(len(batch), self.batch_tokens // tokens), tokens if how == "padded" else None
 
@@ -280,9 +290,9 @@ class WindowRun:
             results[sample.index] = self._checked(sample, output)
 
     def _exceeds(self, batch: Sequence[Sample]) -> bool:
-        if len(batch) > self.batch_size and self.batch_size < self.bounds.batch_size:
-            return True
-        shrunk = self.batch_tokens < self.bounds.batch_tokens and batch[0].length is not None
+        if batch[0].length is None:
+            return self.batch_limit is not None and len(batch) > self.batch_limit
+        shrunk = self.batch_tokens < self.bounds.batch_tokens
         return shrunk and sum(sample.tokens for sample in batch) > self.batch_tokens
 
     def _outputs(self, batch: list[Sample], how: Batching) -> list[object]:
@@ -313,6 +323,12 @@ class WindowRun:
 
     def _after(self, error: Exception, batch: list[Sample], how: Batching, results: dict[int, object]) -> None:
         """Retry in two halves; give up a single sample."""
+        if said := broken_device(self.runner.placed.device):
+            raise MachineError(
+                f"the GPU failed on inputs {short(sorted(sample.index for sample in batch))}, or just before: {said}",
+                limit="CUDA takes no more work of this process",
+                remedy="run these with CUDA_LAUNCH_BLOCKING=1, which names the operation that fails",
+            ) from error
         no_memory = is_out_of_memory(error)
         if no_memory:
             self.splits += 1
@@ -321,9 +337,10 @@ class WindowRun:
                 torch.cuda.empty_cache()
         if len(batch) > 1:
             half = len(batch) // 2
-            if no_memory:  # later batches need not fail first
+            if no_memory and batch[0].length is None:  # later batches need not fail first
+                self.batch_limit = half if self.batch_limit is None else min(self.batch_limit, half)
+            elif no_memory:
                 self.batch_tokens = min(self.batch_tokens, max(1, sum(sample.tokens for sample in batch) // 2))
-                self.batch_size = min(self.batch_size, half)
             for part in (batch[:half], batch[half:]):
                 self._run_batch(part, how, results)
             return
@@ -363,6 +380,17 @@ class WindowRun:
                 remedy = "try a plan with precision = 'fp32'" if self.plan.precision in ("bf16", "fp16") else ""
                 return Failed(index=sample.index, what=what, limit="finite values were asked for", remedy=remedy)
         return output
+
+
+def broken_device(device: torch.device) -> str:
+    """What CUDA says once a kernel has failed, after which it refuses everything; '' for a device that works."""
+    if device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return describe_error(error)
+    return ""
 
 
 def _computed(lengths: Sequence[int], how: Batching, rows: int | None, tokens: int | None) -> int:

@@ -8,7 +8,7 @@ from flatout.report.html import charts
 from flatout.report.html.blocks import Block, Cell, Details, Facts, Head, Section, Table, Text
 from flatout.report.html.charts import Work
 from flatout.report.html.reading import Part, clean
-from flatout.report.html.step_sections import figure, product_peaks
+from flatout.report.html.step_sections import figure
 from flatout.report.html.verdicts import Sources
 from flatout.report.step_text import percent
 from flatout.units import format_bytes, format_rate, format_seconds
@@ -25,7 +25,7 @@ def roofline(sources: Sources) -> Section | None:
     if not rows:
         return None
     ceilings = doc.at("machine").at("ceilings")
-    products = product_peaks(ceilings)
+    products = _products(ceilings)
     rate = _bandwidth(ceilings)
     works = _works(rows)
     blocks: list[Block] = []
@@ -43,6 +43,13 @@ def roofline(sources: Sources) -> Section | None:
     blocks.append(_roofline_table(rows, works))
     blocks += _matrix_units(doc.at("profile").at("matrix_units"))
     return Section(id="roofline", title="Against the ceilings of this machine", blocks=tuple(blocks))
+
+
+def _products(ceilings: Part) -> dict[str, float]:
+    """dtype -> FLOP/s of the products that were measured, integers left out."""
+    measured = ceilings.at("gemm_flops_per_second")
+    found = {clean(dtype): measured.at(dtype).number("value") for dtype in measured.names() if dtype != "int8"}
+    return {dtype: value for dtype, value in found.items() if value and charts.can_be_drawn(value)}
 
 
 def _bandwidth(ceilings: Part) -> float | None:

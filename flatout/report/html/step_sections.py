@@ -8,11 +8,11 @@ from markupsafe import Markup
 
 from flatout.report.html import charts
 from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Figure, Head, Section, Table, Text
-from flatout.report.html.reading import Part, clean
+from flatout.report.html.reading import Part
 from flatout.report.html.verdicts import PART_NAMES, Sources, proof_line
 from flatout.report.step_text import percent
 from flatout.statistics import iqr, median, quantile
-from flatout.units import format_rate, format_seconds
+from flatout.units import format_seconds
 
 Draw = Callable[[float], Markup]
 
@@ -195,29 +195,17 @@ def ceiling_share(sources: Sources) -> tuple[str, str] | None:
         doc = sources["tune"]
         before, after = doc.number("ceiling_share_before"), doc.number("ceiling_share_after")
         if before is None or after is None:
-            return "unknown", doc.text("ceiling")
+            return "unknown", _why_unknown(doc)
         changed = f"{percent(before)} → {percent(after)}" if doc.texts("kept") else percent(after)
         return changed, f"of the {doc.text('ceiling')}"
-    if "run" not in sources:
+    if "run" not in sources or not (doc := sources["run"]).text("ceiling"):
         return None
-    doc = sources["run"]
-    flops, seconds = doc.number("flops_per_step"), doc.at("observed").number("step_seconds")
-    ceilings = doc.at("machine").at("ceilings")
-    products = product_peaks(ceilings)
-    device = doc.at("observed").text("device")
-    if not flops:
-        return ("unknown", doc.text("flops_unknown_because")) if doc.text("flops_unknown_because") else None
-    if not seconds or not products or device != ceilings.text("device"):
-        return None
-    name = max(products, key=lambda one: products[one])
-    return percent(flops / seconds / products[name]), f"{name} products ({format_rate(products[name], 'FLOP/s')})"
+    share = doc.number("ceiling_share")
+    return ("unknown", _why_unknown(doc)) if share is None else (percent(share), f"of the {doc.text('ceiling')}")
 
 
-def product_peaks(ceilings: Part) -> dict[str, float]:
-    """dtype -> FLOP/s of the products that were measured, integers left out."""
-    measured = ceilings.at("gemm_flops_per_second")
-    found = {clean(dtype): measured.at(dtype).number("value") for dtype in measured.names() if dtype != "int8"}
-    return {dtype: value for dtype, value in found.items() if value and charts.can_be_drawn(value)}
+def _why_unknown(doc: Part) -> str:
+    return doc.text("ceiling").removeprefix("unknown, because ").removeprefix("unknown: ")
 
 
 def _outside(sources: Sources) -> list[Block]:

@@ -270,7 +270,7 @@ class Session:
                 {
                     "event": "operators",
                     "operators": [asdict(one) for one in as_one(follower.operators)],
-                    "fault": follower.fault,
+                    "fault": follower.incomplete,
                     "samples": batches.samples_per_step,
                     "device": device.name,
                     "tf32": allows_tf32(),

@@ -244,6 +244,22 @@ def test_one_bad_input_is_left_out() -> None:
     assert tuned(Mlp(), sample).accuracy.answers == 10
 
 
+def test_one_bad_prompt_is_named_and_changes_no_task() -> None:
+    with pytest.raises(UsageError, match="prompt 3 holds token 5000 at place 1"):
+        tuned(tiny.model("own GPT-2"), [*tiny.prompts(3), [1, 5000]])
+
+
+def test_a_model_that_fails_in_fp32_is_said() -> None:
+    class OnlyHalf(Mlp):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            if x.dtype is torch.float32:
+                raise RuntimeError("not in fp32")
+            return super().forward(x)
+
+    with pytest.raises(UsageError, match="no sample input has an output in fp32: RuntimeError: not in fp32"):
+        tuned(OnlyHalf().to(torch.bfloat16), inputs(5))
+
+
 def bad() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"sample_inputs": []}, "there are no sample inputs"
     yield {"sample_inputs": 3}, "sample_inputs is int"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.infer.exporting.input_specs import example_inputs, inputs_from
+from tests.odd_defaults import odd_defaults
 
 
 class Two(nn.Module):
@@ -31,6 +32,9 @@ def test_specs() -> None:
     assert set(kwargs["x"].tolist()) <= {5, 6}
     again = inputs_from(["int64[2, 16]<10"])[0][0]
     assert torch.equal(args[0], again)
+    with odd_defaults():
+        for one, other in zip(inputs_from(["int64[2, 16]<10", "float32[3]"])[0], args, strict=False):
+            assert torch.equal(one, other)
 
 
 def test_positional_beside_named_and_files(tmp_path: Path) -> None:

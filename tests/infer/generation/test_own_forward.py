@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import flatout
 from flatout.errors import PlanError, UsageError
 from flatout.infer.generation import whole_texts
-from flatout.infer.generation.own_forward import FULL_CLOSENESS, HALF_CLOSENESS, OwnForward
+from flatout.infer.generation.own_forward import FULL_CLOSENESS, HALF_CLOSENESS, OwnForward, longest_text
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import Bert, BertConfig, RecurrentClassifier, RecurrentClassifierConfig
 from flatout.plan import Plan
@@ -149,6 +149,15 @@ def test_the_longest_text_by_the_config_and_by_failing() -> None:
     network.config = {"block_size": 8}  # type: ignore[assignment]
     made = TokenGenerator(network).generate([[1, 2]], max_new_tokens=20)
     assert (len(made.tokens[0]), made.reasons) == (6, ["context"])
+
+
+def test_relative_positions_end_at_no_length() -> None:
+    class Configured:
+        def __init__(self, **config: int) -> None:
+            self.config = config
+
+    assert longest_text(Configured(n_positions=512)) == 512
+    assert longest_text(Configured(n_positions=512, relative_attention_num_buckets=32)) is None  # T5
 
 
 def test_precisions() -> None:

@@ -69,21 +69,6 @@ def test_nor_where_a_guess_costs_as_much_as_a_token(share: float, tokens: int) -
     assert ratios[1] > 0.97
 
 
-def test_times_learnt_beforehand_spare_the_text_dear_tries() -> None:
-    """Judging several tokens takes a slow way through this model: 30 passes a try."""
-    throttle = Throttle()
-    for size in (0, *SIZES):
-        for _ in range(3):
-            throttle.learn(size, PLAIN * (30 if size else 1))
-    assert throttle.expected_seconds(2) == pytest.approx(30 * PLAIN)
-    assert plain_passes(throttle, 1000) == 1000
-    cheap = Throttle()
-    for _ in range(3):
-        cheap.learn(0, PLAIN)
-        cheap.learn(2, PLAIN * 1.1)
-    assert plain_passes(cheap, 10) == 4
-
-
 @pytest.mark.parametrize("slope", [0.02, 0.1, 0.3])
 @pytest.mark.parametrize("share", [0.7, 0.9, 1.0])
 def test_a_repetitive_text_gets_nearly_all_there_is(share: float, slope: float) -> None:

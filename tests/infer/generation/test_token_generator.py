@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import flatout
 from flatout.errors import NumericsError, PlanError, UsageError
+from flatout.infer.generation.batch_run import Text
 from flatout.infer.generation.generated import Piece
+from flatout.infer.generation.guesser import Guesser
+from flatout.infer.generation.sampling import Sampling
+from flatout.infer.generation.stopping import Watch, stops_from
+from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.kernels.native import Native
 from flatout.plan import Plan
 from tests.infer.generation.tiny import CONTEXT, END, FAMILIES, greedy, model, prompts
+from tests.odd_defaults import odd_defaults
 
 
 class Letters:
@@ -287,3 +295,64 @@ def test_figures_and_json(own: Any) -> None:
     assert "24 tokens for 4 prompts" in made.summary()
     assert "1 token for 1 prompt ·" in replace(made, generated_tokens=1, tokens=made.tokens[:1]).summary()
     assert made.decode_share.share is None or made.decode_share.share > 0
+
+
+@pytest.mark.parametrize("storage", [Plan(), Plan(weights="int8"), Plan(weights="int4")], ids=["fp32", "int8", "int4"])
+def test_what_the_user_set_for_new_tensors_changes_nothing(own: Any, storage: Plan) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.9, "seed": 2}
+    network, texts = model("own GPT-2"), prompts(3)
+    expected = TokenGenerator(network, storage).generate(texts, **settings).tokens
+    with odd_defaults():
+        generator = TokenGenerator(network, storage)
+        assert type(generator.engine) is type(own.engine)
+        assert generator.generate(texts, **settings).tokens == expected
+
+
+def test_rotary_positions_are_computed_in_fp32() -> None:
+    network = model("llama")
+    expected = TokenGenerator(network).decoder.cosines
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = TokenGenerator(network).decoder.cosines
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
+
+
+def test_inference_mode_and_autocast_around_a_call_do_not_reach_the_next_one(own: Any) -> None:
+    expected = own.generate(prompts(4), max_new_tokens=9).tokens
+    generator = TokenGenerator(model("own GPT-2"), slots=3)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert generator.generate(prompts(4), max_new_tokens=9).tokens == expected
+    assert generator.generate(prompts(4), max_new_tokens=9).tokens == expected
+
+
+def test_counts_may_be_numpys() -> None:
+    generator = TokenGenerator(model("own GPT-2"), slots=np.int64(2))  # type: ignore[arg-type]
+    made = generator.generate([[1, 2]], max_new_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert len(made.tokens[0]) == 3
+    json.dumps(made.to_json())
+
+
+@pytest.mark.parametrize(("says", "right"), [(3, True), (4, False)])
+def test_nan_behind_a_guess_counts_where_the_guess_was_right(says: int, right: bool, always_guessing: None) -> None:
+    class Engine:
+        device = torch.device("cpu")
+
+        def advance(self, tokens: torch.Tensor, spans: Any, *, every: bool) -> torch.Tensor:
+            logits = torch.full((len(tokens), 5), torch.nan)
+            logits[0] = torch.arange(5.0) == says
+            return logits
+
+    watch = Watch(stops_from(vocabulary=5), limit=9)
+    text = Text(index=7, prompt=[1, 2, 3, 1], limit=9, at_limit="length", watch=watch, uniforms=None, made=[2])
+    guesser = Guesser(Choice(sampling=Sampling(), rules=TokenRules()), None)
+    assert guesser.finds_guesses([text])  # 3, 1, 2 ...
+    engine: Any = Engine()
+    if right:
+        with pytest.raises(NumericsError, match="generated token 2 of prompt 7 are NaN"):
+            guesser.advance(engine, [text])
+    else:
+        assert guesser.advance(engine, [text])[0] == [[4]]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,13 +17,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import flatout
-from flatout.errors import PlanError, UsageError
+from flatout.errors import MachineError, PlanError, UsageError
 from flatout.infer.prediction.batching import Bounds, batches_of, bucket_length, windows
+from flatout.infer.prediction.calling import Calling
 from flatout.infer.prediction.predict import Predictor
 from flatout.infer.prediction.predicted import Failed
+from flatout.infer.prediction.samples import read_sample
 from flatout.models import Bert, BertConfig, ResNet, ResNetConfig
 from flatout.plan import Plan
 from flatout.report.inference_text import predict_text
+from tests.odd_defaults import odd_defaults
 
 WORDS = 60
 
@@ -354,3 +359,58 @@ def test_tokens_are_counted_a_second_only_where_there_are_some(
     said = predict_text(figures, out="out", done_before=0, failed=0)
     assert "inputs/s" in said
     assert ("tokens/s" in said) == sequences
+
+
+def test_what_the_user_set_for_new_tensors_changes_nothing() -> None:
+    model, inputs = bert(), [one.tolist() for one in ragged(12)]
+    for plan in (Plan(), Plan(batching="padded"), Plan(weights="int8"), Plan(weights="int8", activations="int8")):
+        expected = flatout.predict(model, inputs, plan).collect()
+        with odd_defaults():
+            found = flatout.predict(model, inputs, plan).collect()
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.hidden, other.hidden)
+
+
+@pytest.mark.parametrize(("width", "batch_size", "batches"), [(8, 3, 4), (8, None, 1), (3000, None, 1), (3000, 3, 4)])
+def test_vectors_of_numbers_are_batched_by_count(width: int, batch_size: int | None, batches: int) -> None:
+    model, vectors = nn.Linear(width, 2), list(torch.randn(10, width))
+    predictions = Predictor(model, batch_size=batch_size)(vectors)
+    torch.testing.assert_close(torch.stack(predictions.collect()), model(torch.stack(vectors)), atol=1e-5, rtol=1e-4)
+    assert dict(predictions.figures.batches) == {"equal": batches}
+
+
+def test_a_vector_has_a_length_where_the_model_takes_a_mask() -> None:
+    sound = torch.randn(50)
+    assert read_sample(0, sound, Calling()).length is None
+    assert read_sample(0, sound, Calling(mask_name="attention_mask")).length == 50
+    assert read_sample(0, {"ids": [1, 2, 3], "weights": [0.5, 0.5, 0.5]}, Calling()).length == 3
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_an_iterator_may_refill_what_it_yields(kind: str) -> None:
+    buffer = torch.zeros(1, 2, 2)
+
+    def inputs() -> Iterator[Any]:
+        for value in range(6):
+            buffer.fill_(value)
+            yield buffer if kind == "tensor" else buffer.numpy()
+
+    assert [float(one) for one in flatout.predict(Picky(), inputs())] == [4.0 * value for value in range(6)]
+
+
+def test_a_gpu_that_failed_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses everything from then on, so no later input is at fault."""
+    said = "AcceleratorError: CUDA error: device-side assert triggered"
+    monkeypatch.setattr("flatout.infer.prediction.window_run.broken_device", lambda device: said)
+    inputs = [torch.full((1, 2, 2), float(value)) for value in (1, 2, 13)]
+    predictions = flatout.predict(Picky(), inputs, look_ahead=1)
+    assert [float(next(predictions)) for _ in range(2)] == [4.0, 8.0]
+    with pytest.raises(MachineError, match=r"the GPU failed on inputs \[2\], or just before: Accel.*BLOCKING"):
+        next(predictions)
+
+
+def test_counts_may_be_numpys() -> None:
+    predictor = Predictor(nn.Linear(8, 2), batch_size=np.int64(2), look_ahead=np.int32(4))  # type: ignore[arg-type]
+    predictions = predictor(list(torch.randn(6, 8)))
+    assert len(predictions.collect()) == 6
+    json.dumps(predictions.figures.to_json())

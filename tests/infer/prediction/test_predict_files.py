@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 from flatout.cli.main import main
@@ -64,11 +66,11 @@ def test_bytes_for_a_model_of_floats_get_a_remedy(shape: tuple[int, ...]) -> Non
 
 def test_lines_and_texts(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'[1, 2]\n{"text": "ab"}\n"b"\nnonsense\n\xff\n{"tokens": [3]}\n')
+    path.write_bytes(b'[1, 2]\n{"text": "ab"}\n"b"\nnonsense\n\xff\n{"tokens": [3]}\n{"prompt": "c"}\n')
     source = open_inputs(path, encode=lambda text: [ord(letter) for letter in text])
-    assert source.count == 6
-    one, text, other, bad, worse, named = source.begin(0)
-    assert (one, text, other, named) == ([1, 2], [97, 98], [98], {"tokens": [3]})
+    assert source.count == 7
+    one, text, other, bad, worse, named, prompt = source.begin(0)
+    assert (one, text, other, named, prompt) == ([1, 2], [97, 98], [98], {"tokens": [3]}, [99])
     assert "not JSON" in str(bad)
     assert "not UTF-8" in str(worse)
     assert "name a tokenizer" in str(next(open_inputs(path).begin(1)))
@@ -80,6 +82,11 @@ def test_lines_and_texts(tmp_path: Path) -> None:
         ("a.csv", b"", "they end in .npy"),
         ("none.npy", None, "cannot read"),
         ("a.npy", b"nonsense", "cannot read"),
+        ("a.npy", b"", "cannot read"),
+        ("a.npy", b"PK\x03\x04", "cannot read"),
+        ("a.npz", b"nonsense", "cannot read"),
+        ("a.npz", b"PK\x03\x04 cut off", "cannot read .*BadZipFile"),
+        ("a.safetensors", b"nonsense", "cannot read .*SafetensorError"),
     ],
 )
 def test_files_that_are_no_inputs(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
@@ -96,6 +103,10 @@ def test_arrays_that_do_not_belong_together(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", x=np.zeros(5), lengths=np.array([2, 2]))
     with pytest.raises(UsageError, match="x holds 5 tokens; lengths add up to 4"):
         open_inputs(tmp_path / "b.npz")
+    for lengths in (np.array([7, -2]), np.array([2.0, 3.0]), np.array(5)):
+        np.savez(tmp_path / "c.npz", x=np.zeros(5), lengths=lengths)
+        with pytest.raises(UsageError, match=r"c.npz: lengths is .*; it holds a whole number for each input"):
+            open_inputs(tmp_path / "c.npz")
 
 
 def test_lines_go_on_behind_the_last_whole_one(tmp_path: Path) -> None:
@@ -135,6 +146,32 @@ def test_a_folder_goes_on_behind_the_last_whole_file(tmp_path: Path, monkeypatch
     for file in sorted((tmp_path / "out").glob("results-*")):
         found |= load_file(file)
     assert {name: one.tolist() for name, one in found.items()} == {f"{i}.x": [i, i] for i in (0, 2, 3, 4)}
+
+
+def test_a_damaged_file_of_results_is_named(tmp_path: Path) -> None:
+    results = open_results(tmp_path / "out", {"model": "a"}, restart=False)
+    results.add(0, torch.ones(1))
+    results.close()
+    (file,) = (tmp_path / "out").glob("results-*")
+    for content in (file.read_bytes()[:30], save({"0": torch.ones(1)})):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=r"results-00000000.safetensors is no file of results: .*--restart"):
+            open_results(tmp_path / "out", {"model": "a"}, restart=False)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_a_full_disk_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        if name == "out":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    results = open_results(tmp_path / name, {"model": "a"}, restart=False)
+    results.add(0, torch.ones(1))
+    monkeypatch.setattr("flatout.infer.prediction.result_files.save_file", full)
+    monkeypatch.setattr("flatout.infer.prediction.result_files.os.fsync", full)
+    with pytest.raises(UsageError, match=r"cannot write .*out.*No space left on device"):
+        results.close()
 
 
 def test_other_results_are_not_mixed_in(tmp_path: Path) -> None:

@@ -171,13 +171,13 @@ def test_what_only_a_later_batch_shows_ends_the_run_or_is_done_again(monkeypatch
     monkeypatch.setattr("flatout.infer.prediction.agreement.SHARE", 1e9)  # each batch is looked at
     bad = [torch.full((4,), 0.77)] * 8
     predictor = Predictor(LateBranch(), Plan(batching="equal", batch_tokens=32), look_ahead=8)
-    with pytest.raises(UsageError, match=r"input 1\d, in a batch \(equal\) of 8: output differs .*batch_tokens=1"):
+    with pytest.raises(UsageError, match=r"input 1\d, in a batch \(equal\) of 8: output differs .*batch_size=1"):
         predictor([*images(1.0, 8), *bad]).collect()
     first = Predictor(LateBranch(), Plan(batching="equal", batch_tokens=32), look_ahead=16)
     predictions = first([*images(1.0, 8), *bad])
     assert [float(one) for one in predictions][8:] == pytest.approx([3.08] * 8)
     assert dict(predictions.figures.batches) == {"alone": 16}
-    assert predictions.figures.tokens == 64
+    assert predictions.figures.tokens == 16
     assert "inputs are run one by one: input" in " ".join(predictions.figures.notes)
 
 
@@ -286,3 +286,54 @@ def test_memories_beside_the_batch() -> None:
         torch.testing.assert_close(found.last_hidden_state, right.last_hidden_state[0], atol=1e-4, rtol=1e-4)
         for a, b in zip(found.mems, right.mems, strict=True):
             torch.testing.assert_close(a, b[:, 0], atol=1e-4, rtol=1e-4)
+
+
+class Telling(nn.Module):
+    """Values that are no tensors, beside one that is."""
+
+    def __init__(self, tell: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.words, self.tell = nn.Embedding(20, 4), tell
+
+    def forward(self, tokens: Tensor) -> Any:
+        return {"mean": self.words(tokens), "told": self.tell(tokens)}
+
+
+@pytest.mark.parametrize(
+    ("tell", "batched"),
+    [
+        (lambda tokens: "a constant", True),
+        (lambda tokens: [3.5, float("nan"), None], True),
+        (lambda tokens: [str(row[0].item()) for row in tokens], False),
+        (lambda tokens: float(tokens.max()), False),
+        (lambda tokens: tokens.sum(1).numpy(), False),
+        (lambda tokens: tokens.shape[1], True),  # in batches of one length, and in no others
+    ],
+    ids=["text", "numbers", "list", "number", "array", "length"],
+)
+def test_values_that_are_no_tensors_are_each_samples_own(tell: Callable[[Tensor], object], batched: bool) -> None:
+    model = Telling(tell)
+    inputs = [torch.tensor(one) for one in ([1, 2, 3], [4, 5, 6], [7, 8], [9, 10], [11, 12, 13], [14, 15])]
+    predictions = Predictor(model, Plan(batching="padded"))(inputs)
+    for found, one in zip(predictions, inputs, strict=True):
+        assert str(found["told"]) == str(model(one[None])["told"])
+    assert (not predictions.figures.batches.get("alone")) == batched
+
+
+def test_state_between_calls_is_found_in_inference_mode_too() -> None:
+    class Summing(nn.Module):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x.mean(1) * self.calls
+
+    inputs = list(torch.ones(6, 5, WIDTH))
+    with torch.inference_mode():
+        predictions = Predictor(Summing())(inputs)
+        assert [float(one[0]) for one in predictions] == [1, 2, 3, 4, 5, 6]
+    assert any("two results for one input" in note for note in predictions.figures.notes)

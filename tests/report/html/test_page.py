@@ -113,6 +113,18 @@ def test_the_verdict_on_a_run(changes: dict[str, Any], headline: str, detail: st
     assert detail in found.detail
 
 
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"ceiling_share": 0.25, "ceiling": "bf16 ceiling (2 TFLOP/s)"}, "25% of the bf16 ceiling (2 TFLOP/s)"),
+        ({"ceiling_share": None, "ceiling": "unknown: torch.compile"}, "unknown torch.compile"),
+    ],
+)
+def test_the_share_of_the_ceiling_is_the_documents(changes: dict[str, Any], shown: str) -> None:
+    found = Page(rendered({"run": {**RUN, **changes}}))
+    assert f"share of the ceiling {shown}" in " ".join(found.text.split())
+
+
 def test_each_part_of_the_documents_is_there(page: Page) -> None:
     for expected in (
         "waiting for data",
