@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flatout import Plan, TrainStep, models, supervised
+from flatout import Plan, TrainStep, models
 
 PLANS = {
     "fp32": Plan(),
@@ -33,10 +33,13 @@ class Workload:
     def step(self, plan: Plan, device: str) -> TrainStep:
         torch.manual_seed(0)
         model = self.make().to(device)
-        return TrainStep(model, torch.optim.AdamW(model.parameters(), 1e-4), supervised(_loss), plan)
+        return TrainStep(model, torch.optim.AdamW(model.parameters(), 1e-4), _loss, plan)
 
 
-def _loss(scores: Any, targets: Tensor) -> Tensor:
+def _loss(model: nn.Module, batch: tuple[Any, Tensor]) -> Tensor:
+    """The classes are the last dimension of the scores: a text may have as many tokens."""
+    inputs, targets = batch
+    scores = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     scores = scores[0] if isinstance(scores, tuple) else scores
     return cross_entropy(scores.flatten(0, -2), targets.flatten())
 
