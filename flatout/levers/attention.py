@@ -108,7 +108,7 @@ def _names(function: object, module: Module, names: set[str], depth: int) -> Non
 
 
 def _is_torchs(function: FunctionType) -> bool:
-    return function.__module__.partition(".")[0] == "torch"
+    return (function.__module__ or "").partition(".")[0] == "torch"  # None: made by exec
 
 
 def _fuse(subject: Subject, model: Module, report: Callable[[str], None]) -> Undo[Module] | None:

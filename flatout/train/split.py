@@ -48,12 +48,12 @@ class Attempt:
             if (buffer := getattr(layer, name, None)) is not None
         ]
 
-    def put_back(self) -> None:
+    def put_back(self, *, buffers: bool = True) -> None:
         import torch
 
         set_generators(self._generators)
         with torch.no_grad():
-            for layer, name, buffer, _, value in self._buffers:
+            for layer, name, buffer, _, value in self._buffers if buffers else ():
                 buffer.copy_(value)
                 if getattr(layer, name, None) is not buffer:
                     setattr(layer, name, buffer)

@@ -51,7 +51,7 @@ from flatout.train.loss import CountTerms, LossFn, own_metrics, terms_or_none
 from flatout.train.loss_parts import LossParts, Number, as_figure, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
-from flatout.train.ranks import MeanOverRanks, SharedStep, largest_of_ranks, raised_on_all_ranks
+from flatout.train.ranks import MeanOverRanks, SharedStep, is_first, largest_of_ranks, raised_on_all_ranks
 from flatout.train.split import Attempt, Buffer, batch_coupled_layers, buffers_of, release
 
 if TYPE_CHECKING:
@@ -396,7 +396,8 @@ class TrainStep:
                 return loss
             # Only outside of the handler does nothing hold the tensors of the failed attempt any more.
             if attempt is not None:
-                attempt.put_back()
+                # DDP has replaced the buffers of the other ranks by the first one's, which it does once a step.
+                attempt.put_back(buffers=self._shared is None or is_first(self.group))
             if self._shared is not None and self._strategy.ddp is not None:
                 self._shared.begin_again(self._strategy.ddp)
             release(self.model, self.optimizer)

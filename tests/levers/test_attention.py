@@ -294,3 +294,11 @@ def test_dropped_out_weights_are_told_once_and_keep_their_bits() -> None:
     (incident,) = subject.incidents
     assert incident[0] == "fused attention"
     assert "dropped out" in incident[1]
+
+
+def test_a_forward_made_by_exec_belongs_to_no_module() -> None:
+    made: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return (x @ x.mT).softmax(-1) @ x", made)
+    model = type("Made", (nn.Module,), {"forward": made["forward"]})()
+    made["forward"].__module__ = None
+    assert attention_by_hand(model) == [model]
