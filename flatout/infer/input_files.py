@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ Encode = Callable[[str], object]
 ARRAYS = (".npy", ".npz", ".safetensors")
 SUFFIXES = (*ARRAYS, ".jsonl", ".txt")
 LENGTHS = "lengths"
+REMEDY = "name a file of inputs"
 
 
 class Array(Protocol):
@@ -61,8 +63,10 @@ def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
         if path.suffix not in ARRAYS:
             return _lines(path, encode)
         arrays = _arrays(path)
+    except UsageError:
+        raise
     except Exception as error:  # on a damaged file the readers of numpy and safetensors raise of many kinds
-        raise UsageError(f"cannot read {path}: {describe_error(error)}", remedy="name a file of inputs") from error
+        raise UsageError(f"cannot read {path}: {describe_error(error)}", remedy=REMEDY) from error
     return _of_arrays(arrays, path)
 
 
@@ -70,6 +74,8 @@ def _arrays(path: Path) -> Mapping[str, Array]:
     if path.suffix == ".npy":
         return {"": np.lib.format.open_memmap(path, mode="r")}
     if path.suffix == ".npz":
+        if not zipfile.is_zipfile(path):  # numpy would take it for a pickle
+            raise UsageError(f"cannot read {path}: it is no whole .npz archive", remedy=REMEDY)
         with open(path, "rb") as file, np.load(file) as arrays:
             return {name: arrays[name] for name in arrays.files}
     from safetensors.torch import load_file
@@ -118,8 +124,8 @@ def _ragged(arrays: Mapping[str, Array], lengths: NDArray[np.int64], path: Path)
 
 
 def _copied(row: object) -> object:
-    """A copy: torch warns about read-only memory, which a mapped file is."""
-    return np.array(row) if isinstance(row, np.ndarray | np.generic) else row
+    """A copy, as torch warns about read-only memory, which a mapped file is, and takes no foreign byte order."""
+    return np.array(row, dtype=row.dtype.newbyteorder("=")) if isinstance(row, np.ndarray | np.generic) else row
 
 
 def _lines(path: Path, encode: Encode | None) -> InputFile:
