@@ -35,7 +35,7 @@ class ActivationCheckpointing(Lever):
     """Recompute activations of repeated blocks in backward instead of keeping them.
 
     `block` keeps only each block's inputs. `selective` also keeps the results of matrix products, attention and
-    convolutions, which cost most to recompute. Recomputation draws the same random numbers. It saves memory and
+    convolutions, which cost most to recompute, but not in compiled blocks. Recomputation draws the same random numbers. It saves memory and
     takes time, so `flatout tune` tries it only with `--fit`.
 
     blocks: how many of them, starting from the first, whose activations would be kept longest; None: all.
@@ -149,7 +149,8 @@ def _keep_products() -> tuple[Context, Context]:
 
 @functools.cache
 def _products() -> frozenset[object]:
-    """The operations whose results are kept; those that this build of torch has."""
+    """The operations whose results are kept; those that this build of torch has. Not the overloads that write to a
+    given tensor, as compiled code calls them: what it writes to, it uses again for other results."""
     import torch
 
     names = (
@@ -161,5 +162,5 @@ def _products() -> frozenset[object]:
     for name in names.split():
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
-            found |= {getattr(packet, overload) for overload in packet.overloads()}
+            found |= {getattr(packet, name) for name in packet.overloads() if not name.endswith("out")}
     return frozenset(found)
