@@ -35,8 +35,8 @@ class ActivationCheckpointing(Lever):
     """Recompute activations of repeated blocks in backward instead of keeping them.
 
     `block` keeps only each block's inputs. `selective` also keeps the results of matrix products, attention and
-    convolutions, which cost most to recompute, but not in compiled blocks. Recomputation draws the same random numbers. It saves memory and
-    takes time, so `flatout tune` tries it only with `--fit`.
+    convolutions, which cost most to recompute, but not in compiled blocks. Recomputation draws the same random
+    numbers. It saves memory and takes time, so `flatout tune` tries it only with `--fit`.
 
     blocks: how many of them, starting from the first, whose activations would be kept longest; None: all.
     """
