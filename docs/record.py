@@ -14,6 +14,7 @@ import pty
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from fcntl import ioctl
 from pathlib import Path
@@ -29,13 +30,13 @@ LONG = 40
 OUT = Path(__file__).with_name("terminal.svg")
 
 
-def in_a_terminal(words: list[str]) -> list[str]:
-    """The lines that are on the screen when the command has ended."""
+def in_a_terminal(words: list[str], cache: str) -> list[str]:
+    """The lines that are on the screen when the command has ended. cache: the folder of Flatout's own files."""
     screen = pyte.HistoryScreen(COLUMNS, ROWS, history=2000)
     stream = pyte.ByteStream(screen)
     leader, follower = pty.openpty()
     ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "FLATOUT_CACHE_DIR": cache}
     child = subprocess.Popen(words, stdin=follower, stdout=follower, stderr=follower, env=environment)
     os.close(follower)
     while True:
@@ -48,7 +49,8 @@ def in_a_terminal(words: list[str]) -> list[str]:
         stream.feed(shown)
     child.wait()
     above = ["".join(line[column].data for column in range(COLUMNS)) for line in screen.history.top]
-    return [line.rstrip() for line in (*above, *screen.display)]
+    here = f"{os.getcwd()}{os.sep}"  # private
+    return [line.rstrip().replace(here, "") for line in (*above, *screen.display)]
 
 
 def _shortened(lines: list[str]) -> list[str]:
@@ -64,10 +66,11 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help="also as text, here")
     arguments = parser.parse_args()
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    for words in (["tune", "--budget", arguments.budget, arguments.script], ["run", arguments.script]):
-        console.print(Text(f"$ flatout {' '.join(words)}", style="bold"))
-        lines = in_a_terminal([sys.executable, "-m", "flatout", *words])
-        console.print(Text("\n".join(_shortened(lines)) + "\n"))
+    with tempfile.TemporaryDirectory(prefix="flatout-record-") as cache:  # as on first use: no earlier tunes
+        for words in (["tune", "--budget", arguments.budget, arguments.script], ["run", arguments.script]):
+            console.print(Text(f"$ flatout {' '.join(words)}", style="bold"))
+            lines = in_a_terminal([sys.executable, "-m", "flatout", *words], cache)
+            console.print(Text("\n".join(_shortened(lines)) + "\n"))
     if arguments.text:
         arguments.text.write_text(console.export_text(clear=False))
     console.save_svg(str(arguments.out), title="flatout")

@@ -87,6 +87,11 @@ def format_rate(per_second: float, unit: str) -> str:
     return f"{_three_figures(value)} {_DECIMAL[power]}{'' if short or not power else ' '}{unit}"
 
 
+def format_number(value: float) -> str:
+    """'82,410', '12.5'."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def labelled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
     """Rows of a table; only the first shows the label."""
     return [(label if number == 0 else "", text) for number, text in enumerate(texts)]

@@ -17,7 +17,7 @@ from flatout.machine.device_rates import Devices
 from flatout.machine.nvidia_sensors import GpuReading
 from flatout.report.live_rank_text import rank_lines, rank_rows, ranks_parts
 from flatout.report.step_text import PARTS, SMALLEST_SHARE_SHOWN, breakdown_text, percent, share_of_ceiling
-from flatout.units import format_bytes, format_seconds
+from flatout.units import format_bytes, format_number, format_seconds
 
 LATE_STEPS, LATE_SECONDS = 10.0, 5.0
 """A step is late after this many usual ones, and this long: then it is said when the last one ended."""
@@ -86,7 +86,7 @@ def _speed(view: LiveView) -> list[str]:
         return []
     parts = [format_seconds(state.step_seconds), f"{1 / state.step_seconds:,.1f} steps/s"]
     if state.samples_per_step:
-        parts.append(f"{_figure(state.samples_per_step / state.step_seconds)} samples/s")
+        parts.append(f"{format_number(state.samples_per_step / state.step_seconds)} samples/s")
     if (epoch := _epoch_text(state)) is not None:
         parts.append(epoch)
     share, of_what = share_of_ceiling(state.flops_per_step, state.step_seconds, view.ceilings, state.device)
@@ -162,7 +162,7 @@ def live_rows(view: LiveView) -> list[tuple[str, str]]:
     rows.append(("progress", _progress_text(view)))
     if state.step_seconds:
         samples = state.samples_per_step
-        each = f"{_figure(samples / state.step_seconds)} samples/s" if samples else ""
+        each = f"{format_number(samples / state.step_seconds)} samples/s" if samples else ""
         why = "" if samples else f"samples/s unknown: {state.samples_unknown_because}"
         speed = [format_seconds(state.step_seconds), f"{1 / state.step_seconds:,.1f} steps/s", each or why]
         rows.append(("step", " · ".join(speed)))
@@ -350,10 +350,6 @@ def _width(letter: str) -> int:
     if unicodedata.combining(letter):
         return 0
     return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _hertz(value: float) -> str:

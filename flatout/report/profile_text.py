@@ -24,7 +24,7 @@ from flatout.report.document import document
 from flatout.report.live_text import printable
 from flatout.report.rank_text import profiled_rank_rows, rank_fields
 from flatout.report.step_text import percent
-from flatout.units import format_bytes, format_rate, format_seconds, labelled
+from flatout.units import format_bytes, format_number, format_rate, format_seconds, labelled
 
 KIND = "profile"
 LINES_SHOWN, MODULES_SHOWN, OPERATORS_SHOWN, ROOFLINE_SHOWN, KERNELS_SHOWN, NOTES_SHOWN = 5, 6, 8, 5, 3, 4
@@ -187,7 +187,7 @@ def _steps(found: ScriptProfile) -> str:
     parts = [f"{profile.steps} steps profiled" if profile.steps != 1 else "1 step profiled"]
     parts.append(f"{profile.timed_steps} timed without the profiler")
     rates = [
-        f"{rate:,.4g} {what}/s"
+        f"{format_number(rate)} {what}/s"
         for what, rate in (("samples", profile.samples_per_second), ("tokens", profile.tokens_per_second))
         if rate is not None
     ]
@@ -255,7 +255,11 @@ def _operator(row: OperatorRow, total: float, by: GroupBy) -> str:
         name = " ".join(part for part in (name, row.shapes, row.dtype) if part)
     elif by in ("phase", "dtype", "class"):
         name = {"phase": row.phase, "dtype": row.dtype or "(none)", "class": row.operator_class}[by]
-    parts = [f"{percent(row.seconds / total):>6}  {name:<24}", f"{row.calls:,.4g} calls", format_seconds(row.seconds)]
+    parts = [
+        f"{percent(row.seconds / total):>6}  {name:<24}",
+        f"{format_number(row.calls)} calls",
+        format_seconds(row.seconds),
+    ]
     if row.flops and row.seconds:
         parts.append(format_rate(row.flops / row.seconds, "FLOP/s"))
     elif row.bytes and row.seconds:
@@ -266,8 +270,8 @@ def _operator(row: OperatorRow, total: float, by: GroupBy) -> str:
 def _waits(profile: Profile) -> list[str]:
     """Where the host waits for the GPU, which costs nothing while the GPU has work: see 'idle'."""
     return [
-        f"{format_seconds(one.seconds):>8}  {one.calls:,.4g} x {one.operator.removeprefix('aten::') or 'synchronize'}  "
-        f"{one.line or 'line unknown'}"
+        f"{format_seconds(one.seconds):>8}  {format_number(one.calls)} x "
+        f"{one.operator.removeprefix('aten::') or 'synchronize'}  {one.line or 'line unknown'}"
         for one in profile.waits[:KERNELS_SHOWN]
     ]
 
@@ -275,7 +279,8 @@ def _waits(profile: Profile) -> list[str]:
 def _kernel(profile: Profile, number: int) -> str:
     row = profile.kernels[number]
     size = f", {format_rate(row.bytes / row.seconds, 'B/s')}" if row.bytes and row.seconds else ""
-    return f"{format_seconds(row.seconds):>8}  {row.calls:,.4g} x {row.name[:60]} ({row.operator or row.kind}{size})"
+    calls = f"{format_number(row.calls)} x {row.name[:60]}"
+    return f"{format_seconds(row.seconds):>8}  {calls} ({row.operator or row.kind}{size})"
 
 
 def _ceilings(profile: Profile) -> list[str]:

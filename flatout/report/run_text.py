@@ -14,7 +14,7 @@ from flatout.script.memory_death import MemoryDeath
 from flatout.script.process_record import own_spread, process_names, step_spread
 from flatout.script.step_memory import MemorySample
 from flatout.timing import contention, measurement
-from flatout.units import format_bytes, format_seconds
+from flatout.units import format_bytes, format_number, format_seconds
 
 KIND = "run"
 LEAST_CORES_SHOWN = 0.05
@@ -118,7 +118,7 @@ def _steps(summary: RunSummary) -> str:
     if not median:
         return counted
     rates = (("samples", summary.samples_per_step), ("tokens", summary.tokens_per_step))
-    known = "".join(f", {count / median:,.4g} {name}/s" for name, count in rates if count is not None)
+    known = "".join(f", {format_number(count / median)} {name}/s" for name, count in rates if count is not None)
     return f"{counted}, median {format_seconds(median)}{known}"
 
 

@@ -77,7 +77,7 @@ def test_a_run_too_short_to_tell_says_nothing_of_others() -> None:
 
 def test_samples_and_tokens_a_second_or_why_they_are_unknown() -> None:
     known = replace(summary(ALONE), samples_per_step=32, tokens_per_step=4096)
-    assert "40 steps, median 10 ms, 3,194 samples/s, 4.088e+05 tokens/s" in run_text(known, None)
+    assert "40 steps, median 10 ms, 3,194 samples/s, 408,782 tokens/s" in run_text(known, None)
     document = run_document(replace(summary(ALONE), samples_reasons={"samples_per_step": "unknown, because"}))
     assert (document["samples_per_step"], document["tokens_per_step"]) == (None, None)
     assert document["samples_unknown_because"] == {"samples_per_step": "unknown, because"}
