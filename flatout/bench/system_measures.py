@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from flatout.bench.claim import Case
 from flatout.bench.claim_steps import (
     MODELS,
-    MOST_ROUNDS,
     RESNET_50,
     Step,
     amp_name,
     compared,
     models_of,
     training_step,
+    wait_of,
 )
 from flatout.bench.inference import bert_by_transformers, new_tokens, sentence_count, text_by_transformers
 from flatout.bench.process import ContenderProcess
@@ -29,10 +29,10 @@ from flatout.bench.results import Speedup
 from flatout.bench.training import RESNET, Training, loss_of
 from flatout.bench.workload import Prepare, Prepared, Settings, Setup, peer_package
 from flatout.models import MLP, MLPConfig
-from flatout.statistics import compare_paired
 from flatout.timing import measure
 
-STEPS_A_TURN = 5
+STEPS_A_TURN = 20
+"""So many that asking another process for them takes no time in comparison."""
 
 # loading
 
@@ -103,13 +103,13 @@ def cudnn_benchmark(setup: Setup, seconds: float) -> Sequence[Case]:
 
 def _training_turns(setup: Setup, settings: Settings) -> Prepared:
     torch.backends.cudnn.benchmark = bool(settings["cudnn_benchmark"])
-    step = training_step(MODELS[str(settings["model"])], setup, amp=True)
+    step, wait = training_step(MODELS[str(settings["model"])], setup, amp=True), wait_of(setup)
 
     def turn() -> None:
         for _ in range(STEPS_A_TURN):
             step()
-        if setup.device == "cuda":
-            torch.cuda.synchronize()
+        if wait is not None:
+            wait()
 
     return Prepared(turn=turn, how="")
 
@@ -118,18 +118,12 @@ def in_two_processes(prepare: Prepare, settings: Settings, setting: str, setup: 
     """How many times as fast turns are with a setting that cannot be changed once work has begun: each side has a
     process of its own."""
     with contextlib.ExitStack() as stack:
-        sides = []
-        for wanted in (False, True):
-            sides.append(ContenderProcess(prepare, setup, {**settings, setting: wanted}))
-            stack.callback(sides[-1].close)
+        sides = [ContenderProcess(prepare, setup, {**settings, setting: wanted}) for wanted in (False, True)]
+        for side in sides:
+            stack.callback(side.close)
         for side in sides:
             side.wait_until_ready()
-        pairs: list[tuple[float, float]] = []
-        end = time.perf_counter() + seconds
-        while not pairs or (len(pairs) < MOST_ROUNDS and time.perf_counter() < end):
-            turns = {side: side.turn()[0] for side in (sides if len(pairs) % 2 == 0 else sides[::-1])}
-            pairs.append((turns[sides[0]], turns[sides[1]]))
-    return Speedup.of(compare_paired([plain for plain, _ in pairs], [other for _, other in pairs]))
+        return compared(sides[0].turn, sides[1].turn, setup, seconds)
 
 
 # GPU against CPU

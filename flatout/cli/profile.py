@@ -116,9 +116,7 @@ def profile(
     if not found.watched.status or found.watched.steps:  # a script that fails at once has shown why
         document = profile_document(found, include_private=include_private)
         print(to_text(document) if json else _text(found, by, sort, exported.files))
-    sys.stderr.writelines(f"flatout: {line}\n" for line in exported.missing)
-    if exported.error is not None:
-        raise exported.error
+    exported.tell_of_missing()
     return found.watched.status or 0
 
 
@@ -221,6 +219,11 @@ class Exported:
     files: list[tuple[str, Path]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     error: FlatoutError | None = None
+
+    def tell_of_missing(self) -> None:
+        sys.stderr.writelines(f"flatout: {line}\n" for line in self.missing)
+        if self.error is not None:
+            raise self.error
 
 
 def _export(

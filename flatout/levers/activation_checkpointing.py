@@ -162,5 +162,5 @@ def _products() -> frozenset[object]:
     for name in names.split():
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
-            found |= {getattr(packet, name) for name in packet.overloads() if not name.endswith("out")}
+            found |= {getattr(packet, one) for one in packet.overloads() if not one.endswith("out")}
     return frozenset(found)

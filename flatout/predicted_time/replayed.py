@@ -178,18 +178,12 @@ def _calls(training: Training, samples: int) -> dict[str, _Call]:
     found: dict[str, _Call] = {}
 
     class Recorder(ListeningMode):
-        def __torch_dispatch__(
-            self,
-            func: OpOverload[..., object],
-            types: Sequence[type],
-            args: tuple[object, ...] = (),
-            kwargs: dict[str, object] | None = None,
-        ) -> object:
+        def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             name = name_in_schema(func)
             if not moves_no_data(name) and name.partition("::")[0] not in _SKIPPED:
-                call = _Call(func, _described(args), _described(kwargs or {}))
+                call = _Call(func, _described(args), _described(kwargs))
                 found.setdefault(f"{func} {call.args} {call.kwargs}", call).count += 1
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     with fake_step(training, samples, as_on_cuda=False) as step, Recorder():
         step()

@@ -306,26 +306,17 @@ class _Mode(ListeningMode):
         super().__init__()
         self._follower = follower
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         follower = self._follower
         if follower.fault:
-            return func(*args, **(kwargs or {}))
-        parts = self.by_parts(func, args, kwargs or {})
-        if parts is not NotImplemented:
-            return parts
+            return func(*args, **kwargs)
         where: tuple[Phase, Origin] | None = None
         with follower.guard():
             where = follower.begins()
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if where is not None:
             with follower.guard():
-                follower.ended(func, args, kwargs or {}, out, where)
+                follower.ended(func, args, kwargs, out, where)
         return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
@@ -82,17 +82,8 @@ class _Mode(ListeningMode):
         super().__init__()
         self._listener, self._backward = listener, backward
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        parts = self.by_parts(func, args, kwargs or {})
-        if parts is not NotImplemented:
-            return parts
-        out = func(*args, **(kwargs or {}))
+    def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        out = func(*args, **kwargs)
         if self._listener.fault is None:
-            self._listener.seen(func, args, kwargs or {}, out, self._backward)
+            self._listener.seen(func, args, kwargs, out, self._backward)
         return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,21 +63,12 @@ class _WorkMode(ListeningMode):
         self.flops = self.large_flops = 0.0
         self._formulas = OperationCount() if counts_flops else None
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        parts = self.by_parts(func, args, kwargs or {})
-        if parts is not NotImplemented:
-            return parts
-        out = func(*args, **(kwargs or {}))
+    def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        out = func(*args, **kwargs)
         self.operations += 1
         with without_torch_function():  # the script's own modes must not see our operations
             if self._formulas is not None:
-                self._count(self._formulas.of(func, args, kwargs or {}, out) or 0.0, func)
+                self._count(self._formulas.of(func, args, kwargs, out) or 0.0, func)
             for tensor in _tensors_among(args):
                 self._look_at(tensor)
             for tensor in _tensors_among(out):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import methodcaller
 from typing import TYPE_CHECKING
@@ -43,17 +43,27 @@ class ListeningMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def by_parts(
-        self, operation: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
-        """The result of an operation that is made of others, each of which this mode sees; else NotImplemented.
+        """Calls `listen` with each operation; of one that is made of others, with these.
 
         Autograd takes such operations apart before a mode sees them. In inference mode it is off, and nothing does.
         """
-        if not torch.is_inference_mode_enabled() or not _gives_tensors(operation):
-            return NotImplemented
-        with self:
-            return operation.decompose(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _gives_tensors(func):
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        return self.listen(func, args, kwargs or {})
+
+    def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """The result of the operation, which this has to call."""
+        raise NotImplementedError
 
 
 @functools.lru_cache(maxsize=4096)

@@ -54,6 +54,7 @@ MOST_FARTHER = 4
 half."""
 
 MOST_NOISY_RUNS = 2
+"""Plain runs with noise in their gradients, of different seeds."""
 
 REDUCED: tuple[Exactness, ...] = ("reduced",)
 ROUNDING: tuple[Exactness, ...] = ("rounding",)

@@ -134,6 +134,4 @@ def turns_that_show_the_setting(setup: Setup, settings: Settings) -> Prepared:
 
 
 def test_what_cannot_be_changed_in_a_process_is_compared_between_two() -> None:
-    found = in_two_processes(turns_that_show_the_setting, {}, "it", CPU, 0.0)
-    assert found.pairs == 1
-    assert found.ratio > 2
+    assert in_two_processes(turns_that_show_the_setting, {}, "it", CPU, 0.05).ratio > 2

@@ -477,24 +477,26 @@ def test_a_softmax_before_the_cross_entropy(last: str, found: bool) -> None:
     assert ("softmax-before-cross-entropy" in names(watched(step, model))) is found
 
 
-@pytest.mark.parametrize(("first", "found"), [(True, ["scheduler-order"]), (False, [])])
-def test_the_order_of_a_scheduler(first: bool, found: list[str]) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+def watched_with(scheduler: Any, model: nn.Module, *, first: bool) -> Behaviour:
+    """Steps in which the scheduler comes before its optimizer, or after it."""
+    optimizer = scheduler.optimizer
 
     def step(number: int) -> None:
         optimizer.zero_grad()
         model(data()).square().mean().backward()
-        if first:
-            scheduler.step()
-        optimizer.step()
-        if not first:
-            scheduler.step()
+        for one in (scheduler, optimizer) if first else (optimizer, scheduler):
+            one.step()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert names(watched(step, model)) == found
+        return watched(step, model)
+
+
+@pytest.mark.parametrize(("first", "found"), [(True, ["scheduler-order"]), (False, [])])
+def test_the_order_of_a_scheduler(first: bool, found: list[str]) -> None:
+    model = net()
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), 0.01), 5)
+    assert names(watched_with(scheduler, model, first=first)) == found
 
 
 class Halving(torch.optim.lr_scheduler.LRScheduler):
@@ -510,21 +512,10 @@ class Halving(torch.optim.lr_scheduler.LRScheduler):
 @pytest.mark.parametrize("kind", ["own", "restarts", "sequence"])
 def test_schedulers_with_a_step_of_their_own(kind: str, first: bool) -> None:
     model, own_step = net(), Halving.step
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        model(data()).square().mean().backward()
-        if first:
-            scheduler.step()
-        optimizer.step()
-        if not first:
-            scheduler.step()
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scheduler = made_scheduler(kind, optimizer)
-        (found,) = watched(step, model).schedulers
+        scheduler = made_scheduler(kind, torch.optim.SGD(model.parameters(), 0.01))
+    (found,) = watched_with(scheduler, model, first=first).schedulers
     assert (found.calls, found.between) == (STEPS, STEPS - 1 if first else 0)
     assert Halving.step is own_step
 

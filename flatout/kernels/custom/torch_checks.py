@@ -202,10 +202,10 @@ class _Operators(ListeningMode):
         super().__init__()
         self.calls: dict[Any, tuple[Any, Any]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def listen(self, func: Any, args: Any, kwargs: Any) -> Any:
         if getattr(func, "namespace", "aten") not in ("aten", "prims", "prim"):
-            self.calls.setdefault(func, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            self.calls.setdefault(func, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _calls(definition: Definition, case: Case, device: str) -> dict[Any, tuple[Any, Any]]:  # Any: torch's operators
