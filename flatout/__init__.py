@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from flatout import models as models
     from flatout import plan as plan
     from flatout.application.check import CheckResult, check
+    from flatout.application.choose_parallel import ParallelChoice, choose_parallel
     from flatout.application.profile import ProfileResult, measure, profile
     from flatout.application.run import RunResult, run
     from flatout.application.tune import TuneResult, tune
@@ -75,6 +76,7 @@ __all__ = [
     "Machine",
     "Measurement",
     "MemoryForecast",
+    "ParallelChoice",
     "Patience",
     "Piece",
     "Plan",
@@ -97,6 +99,7 @@ __all__ = [
     "batches",
     "capture",
     "check",
+    "choose_parallel",
     "device",
     "evaluate",
     "export",
@@ -139,6 +142,7 @@ _HOMES = {
     "Machine": "flatout.machine.description",
     "Measurement": "flatout.timing",
     "MemoryForecast": "flatout.memory.forecast",
+    "ParallelChoice": "flatout.application.choose_parallel",
     "Patience": "flatout.train.patience",
     "Piece": "flatout.infer.generation.generated",
     "Plan": "flatout.plan",
@@ -160,6 +164,7 @@ _HOMES = {
     "batches": "flatout.data.batches",
     "capture": "flatout.checkpoint.capturing",
     "check": "flatout.application.check",
+    "choose_parallel": "flatout.application.choose_parallel",
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
     "export": "flatout.infer.exporting.export",

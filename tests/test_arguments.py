@@ -315,6 +315,15 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     ),
     "to_device": (lambda **given: flatout.to_device(**({"nested": X} | given)), {"device": DEVICES}),
     "check": (flatout.check, {}),
+    "choose_parallel": (
+        lambda **given: flatout.choose_parallel(**({"training": "net.py:make", "ranks": 2} | given)),
+        {
+            "training": {"None": None, "step": step(), "missing": "nowhere.py:make", "no function": "net.py"},
+            "ranks": {"0": 0, "1": 1, "flag": True, "text": "two", "too many": 4096},
+            "plan": {**PLANS, "parallel": flatout.Plan(parallel="ddp")},
+            "seconds": {"0": 0, "text": "1m"},
+        },
+    ),
     "run": (
         lambda **given: flatout.run(**({"script": __file__} | given)),
         {
@@ -360,6 +369,7 @@ RECORDS = {
     "Machine",
     "Measurement",
     "MemoryForecast",
+    "ParallelChoice",
     "Piece",
     "Prediction",
     "Predictions",

@@ -22,8 +22,8 @@ ROOMS = [
     "signals", "tracebacks", "replaced", "generators", "parameters", "statistics", "sequential", "timing",
     "environment", "machine", "plan_document", "plan_choices", "private_details", "plan", "arguments", "precision",
     "kernels", "memory", "data", "models", "levers", "parallel", "search", "checkpoint", "train", "infer",
-    "profiling", "script", "diagnose", "tuning", "sizing", "predicted_time", "source_patch", "bench", "report",
-    "serve", "application", "cli",
+    "profiling", "script", "diagnose", "tuning", "sizing", "strategies", "predicted_time", "source_patch", "bench",
+    "report", "serve", "application", "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""

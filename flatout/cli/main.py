@@ -87,7 +87,8 @@ flatout check net.py:make""",
     "tune": """flatout tune train.py --epochs 3
 flatout tune --budget 90s --exactness rounding train.py
 flatout tune --fit 12GiB -m package.train
-flatout tune --devices 2 train.py""",
+flatout tune --devices 2 train.py
+flatout tune --devices 4 train.py:make""",
     "run": """flatout run train.py --epochs 3
 flatout run --without compile,threads train.py
 flatout run --no-plan --report baseline.json train.py

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,19 +19,20 @@ from flatout.cli.trial_options import (
     IncludePrivateOption,
     IsolationOption,
 )
+from flatout.cli.tune_results import PLAN_NAME, REPORT_NAME, check_writable, on_cpu, save_results
 
 if TYPE_CHECKING:
     from flatout.application.tune import TuneResult
     from flatout.tuning.script_tuning import TuneRequest
 
 Loss = Literal["mean", "sum", "terms"]
-PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
 
 DevicesOption = Annotated[
     str | None,
     typer.Option(
         metavar="N",
-        help="Compare training on up to N GPUs, or in N processes on the CPU, with one device; auto: all GPUs.",
+        help="Compare training on up to N GPUs, or in N processes on the CPU, with one device; auto: all GPUs. For "
+        "train.py:make: how N of them best share the model.",
     ),
 ]
 NprocOption = Annotated[
@@ -57,7 +56,13 @@ LossOption = Annotated[
 
 
 def tune(
-    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            help="The script and its own arguments, or -m MODULE; or train.py:make, a function that is called with a "
+            "plan and returns (TrainStep, batches)."
+        ),
+    ],
     budget: Annotated[
         str,
         typer.Option(
@@ -87,6 +92,10 @@ def tune(
         bool,
         typer.Option("--allow-local-batchnorm", help="With --devices: batch norms may see a device's share alone."),
     ] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With train.py:make: the plan that its strategy is added to."),
+    ] = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     include_private: IncludePrivateOption = False,
@@ -99,13 +108,33 @@ def tune(
     """
     from flatout.application.tune import tune_requested
     from flatout.arguments import as_bytes, as_seconds
+    from flatout.cli.tune_strategies import named_function, tune_strategies
     from flatout.script.entry import Target
     from flatout.tuning.script_tuning import TuneRequest
     from flatout.units import parse_seconds
 
+    budget_seconds = as_seconds(parse_seconds(budget), "--budget")
+    if named_function(target) is not None:
+        stray = {"--steps": steps, "--exactness": exactness != "reduced" and exactness, "--fit": fit, "--logs": logs}
+        stray |= {"--nproc-per-node": nproc_per_node, "--own-ranks": own_ranks, "--loss": loss}
+        stray |= {"--allow-local-batchnorm": allow_local_batchnorm, "--isolation": isolation != "auto" and isolation}
+        return tune_strategies(
+            target,
+            devices,
+            budget_seconds=budget_seconds,
+            plan_file=plan,
+            device=device,
+            allow_network=allow_network,
+            out=out,
+            json=json,
+            include_private=include_private,
+            stray=stray,
+        )
+    if plan is not None:
+        raise _only_for_functions()
     request = TuneRequest(
         target=(script := Target.from_command(target)),
-        budget_seconds=as_seconds(parse_seconds(budget), "--budget"),
+        budget_seconds=budget_seconds,
         exactness=exactness,
         total_steps=_positive("--steps", steps),
         fit_bytes=None if fit is None else as_bytes(fit, "--fit"),
@@ -160,7 +189,7 @@ def _on_several(
         devices,
         exactness=request.exactness,
         fits=request.fit_bytes is not None,
-        on_cpu=_on_cpu(device),
+        on_cpu=on_cpu(device),
         settings=Settings(loss=loss, allow_local_batchnorm=local_batchnorm),
     )
     return replace(request, devices=asked)
@@ -184,15 +213,14 @@ def _guarded(option: str) -> Exception:
     )
 
 
-def _on_cpu(device: str | None) -> bool:
-    """UsageError for a single GPU: each rank has one of its own."""
+def _only_for_functions() -> Exception:
     from flatout.errors import UsageError
 
-    if device not in (None, "cpu"):
-        raise UsageError(
-            f"--device {device} with --devices", limit="each rank has a GPU of its own", remedy="leave --device out"
-        )
-    return device == "cpu"
+    return UsageError(
+        "--plan with a script",
+        limit="a tune finds the plan of a script from nothing",
+        remedy="to run a script by a plan: flatout run --plan FILE train.py",
+    )
 
 
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
@@ -202,7 +230,7 @@ def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
 
     require_linux()
     request.target.check()
-    _check_writable(output)
+    check_writable(output)
     show_only(device)
 
 
@@ -213,25 +241,12 @@ def _told_and_saved(result: TuneResult, output: Path, json: bool, command: list[
     from flatout.tuning.short_budget import budget_option
 
     document = tune_document(result, include_private=include_private)
-    _save(result, document, output, include_private=include_private)  # first: printing may fail, as into a closed pipe
+    # First: printing may fail, as into a closed pipe.
+    save_results(result.plan, document, output, plans=result.fits, include_private=include_private)
     print(to_text(document) if json else tune_text(result, budget_option))
     if not json:
         print(f"{'saved':<10}{_saved(result, output, command)}")
     return 0 if result.fits else 1
-
-
-def _save(result: TuneResult, document: dict[str, object], output: Path, *, include_private: bool) -> None:
-    """Write plan and report; minutes of work must not be lost to a disk that is full by now."""
-    from flatout.plan import write_plan
-    from flatout.report.document import write_document
-
-    try:
-        if result.fits:
-            write_plan(output / PLAN_NAME, result.plan, include_private=include_private)
-        write_document(output / REPORT_NAME, document)
-    except Exception:
-        sys.stderr.write(f"the results could not be saved; here is the plan:\n\n{result.plan.to_toml()}\n")
-        raise
 
 
 def _saved(result: TuneResult, output: Path, command: list[str]) -> str:
@@ -258,18 +273,3 @@ def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise UsageError(f"{name} is {value}", limit="it is at least 1")
     return value
-
-
-def _check_writable(folder: Path) -> None:
-    """Minutes of trials must not end in a folder that takes no file."""
-    from flatout.errors import UsageError
-
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to {folder.absolute()}: {error.strerror}",
-            limit="the plan and the report are written there",
-            remedy="choose another folder with --out",
-        ) from None

@@ -156,6 +156,11 @@ class Estimate:
             largest = max(self.memory, key=lambda name: self.memory[name])
             needed = f"needs {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_bytes)}"
             return f"{needed}, {format_bytes(self.memory[largest])} of it for {largest}"
+        return self.reason_of_time
+
+    @property
+    def reason_of_time(self) -> str:
+        """Where the time goes."""
         parts = [f"compute {format_seconds(self.compute_seconds)}"]
         if self.communication_seconds:
             hidden = 1 - self.exposed_seconds / self.communication_seconds

@@ -185,6 +185,12 @@ def compare_afresh(
     )
 
 
+def not_confirmed(found: Comparison) -> str:
+    """What such a comparison shows of a gain that an earlier one had shown: 'not confirmed: x1.03 (0.98 to 1.08)'."""
+    between = f" ({found.low:.2f} to {found.high:.2f})" if found.has_interval else ""
+    return f"{'slower' if found.verdict == 'slower' else 'not confirmed'}: x{found.ratio:.2f}{between}"
+
+
 def _is_undecided(found: Comparison, pace: Pace) -> bool:
     return found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
 

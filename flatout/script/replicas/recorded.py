@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -84,10 +84,7 @@ class Recorder:
             self.finish(ended=False)
 
     def _leave_out_dropout(self, torch: ModuleType) -> None:
-        functional = torch.nn.functional
-        for name in DROPOUTS:
-            self._patches.enter_context(replaced(functional, name, _as_in_evaluation))
-        self._patches.enter_context(replaced(functional, "scaled_dot_product_attention", _without_mask))
+        self._patches.enter_context(dropout_left_out(torch))
 
     def finish(self, *, ended: bool) -> NoReturn:
         """Leave what was recorded, and leave. ended: the script has ended by itself."""
@@ -114,6 +111,17 @@ class Recorder:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
+
+
+@contextlib.contextmanager
+def dropout_left_out(torch: ModuleType) -> Iterator[None]:
+    """Within, torch's functions drop nothing, as in evaluation."""
+    functional = torch.nn.functional
+    with contextlib.ExitStack() as patches:
+        for name in DROPOUTS:
+            patches.enter_context(replaced(functional, name, _as_in_evaluation))
+        patches.enter_context(replaced(functional, "scaled_dot_product_attention", _without_mask))
+        yield
 
 
 def _as_in_evaluation(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

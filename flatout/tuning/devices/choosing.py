@@ -20,7 +20,6 @@ from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import stopped_by_interrupt
-from flatout.statistics import Comparison
 from flatout.timing import LoadWatch
 from flatout.tuning.devices.basis import RANKS_START, Basis
 from flatout.tuning.devices.found import DevicesTrial, DevicesTuned, Exchange, Outcome, Predicted
@@ -30,7 +29,7 @@ from flatout.tuning.devices.ranks_trial import RanksRefused
 from flatout.tuning.devices.sides import OneAndSeveral, for_ranks
 from flatout.tuning.devices_proof import DevicesProof
 from flatout.tuning.few_steps import compare_whole_runs
-from flatout.tuning.last_comparison import compare_afresh, one_pair_of_processes
+from flatout.tuning.last_comparison import compare_afresh, not_confirmed, one_pair_of_processes
 from flatout.tuning.outcome import Found
 from flatout.tuning.short_budget import LEAST_INCREASE
 from flatout.tuning.verifier import busy
@@ -218,7 +217,7 @@ class _Choosing:
             self._leave_out_slow_levers(trial.devices)
             final = self._final(trial)
             if final is None or final.comparison.verdict != "faster":
-                why = "could not be measured" if final is None else _not_confirmed(final.comparison)
+                why = "could not be measured" if final is None else not_confirmed(final.comparison)
                 self._drop(trial, f"faster in the trial, {why} in new processes")
                 continue
             proof = proved(self._basis, trial.devices, self._in_ranks)
@@ -329,11 +328,6 @@ def _judged(trial: DevicesTrial, pairing: Pairing) -> DevicesTrial:
         baseline_seconds=pairing.baseline_seconds,
         candidate_seconds=pairing.candidate_seconds,
     )
-
-
-def _not_confirmed(found: Comparison) -> str:
-    between = f" ({found.low:.2f} to {found.high:.2f})" if found.has_interval else ""
-    return f"{'slower' if found.verdict == 'slower' else 'not confirmed'}: x{found.ratio:.2f}{between}"
 
 
 def _outcome_of(error: FlatoutError) -> Outcome:

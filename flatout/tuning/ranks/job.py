@@ -39,15 +39,16 @@ ERRORS: dict[str, type[FlatoutError]] = {one.__name__: one for one in (UsageErro
 class JobRequest:
     """What its process is to do."""
 
-    kind: Literal["replicas", "ranks", "own-ranks", "collectives", "proof"]
+    kind: Literal["replicas", "ranks", "own-ranks", "module", "collectives", "proof"]
     """Start ranks that take commands, of a script that is replicated or of one that trains in ranks by itself; start a
-    script that starts such ranks; measure collectives; or prove that several devices train as one."""
+    script that starts such ranks; run a module of ours, `target`, in ranks or alone; measure collectives; or prove that
+    several devices train as one."""
     target: Target
     devices: int
     """How many ranks."""
     allow_network: bool = False
     shared: tuple[str, ...] = ()
-    """Of ranks, the folders to which they write for real."""
+    """Of ranks and of a module, the folders to which they write for real."""
     variables: tuple[tuple[str, str], ...] = ()
     """Of ranks, more environment variables."""
     seconds: float = 0.0

@@ -23,6 +23,7 @@ from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import enter, kernel
 from flatout.script.isolation.namespaces import own_network
+from flatout.script.replicas.refusal import refusal_of
 from flatout.script.replicas.settings import Settings
 from flatout.script.replicas.starting import DevicesRequest, start_ranks
 from flatout.tuning.devices_proof import QUIET, prove_devices
@@ -44,11 +45,12 @@ def main(arguments: Sequence[str]) -> int:
         "replicas": _replicas,
         "ranks": _ranks,
         "own-ranks": _own_ranks,
+        "module": _module,
         "collectives": _collectives,
         "proof": _proof,
     }
     try:
-        if request["kind"] in ("ranks", "own-ranks"):
+        if request["kind"] in ("ranks", "own-ranks", "module"):
             _isolate(folder, request)
         elif not request["allow_network"]:
             own_network()
@@ -87,6 +89,28 @@ def _own_ranks(folder: Path, request: dict[str, Any]) -> int:
     """The script, to its end; returns its exit status."""
     command = child_command("flatout.script.trial.rank_starter", str(folder))
     return subprocess.run(command, env=trial_environment(dict(request["variables"]))).returncode
+
+
+def _module(folder: Path, request: dict[str, Any]) -> int:
+    """To its end; returns the exit status. Raises what it refuses with."""
+    target = Target.from_command(request["target"])
+    command = child_command(str(target.module), *target.arguments)
+    if request["devices"] == 1:
+        status = subprocess.run(command, env=trial_environment(dict(request["variables"]))).returncode
+    else:
+        status = launch(
+            Launch(
+                command=tuple(command),
+                nproc_per_node=request["devices"],
+                quiet=True,
+                grace_seconds=GRACE_SECONDS,
+                hang_seconds=0.0,
+                variables=tuple((name, value) for name, value in request["variables"]),
+            )
+        )
+    if refusal := refusal_of(folder):
+        raise refusal
+    return status
 
 
 def _replicas(folder: Path, request: dict[str, Any]) -> int:

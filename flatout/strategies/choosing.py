@@ -1,0 +1,497 @@
+"""Choose how several ranks share the training of one model.
+
+One process makes a forecast of each rank's memory, and times a step. What ranks exchange is measured, and a step of
+each strategy predicted. All that fit are then tried, the most promising first: a group of ranks and one process, in
+alternating windows of steps of the same batches. The fastest is compared once more, in several groups of new processes,
+and proved: it trains as one process. What is not proved is not chosen.
+
+Where the model does not fit into one process, the first strategy that trains takes its place, and nothing is proved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flatout.decoding import decode
+from flatout.errors import FlatoutError, PlanError, ScriptError, TrialError
+from flatout.machine.description import Machine
+from flatout.plan import Plan
+from flatout.plan_choices import worst
+from flatout.script.replicas.settings import Settings
+from flatout.script.replicas.starting import write_settings
+from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.setup import TrialSetup
+from flatout.script.work_folder import work_folder
+from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.search.search import stopped_by_interrupt
+from flatout.strategies.facts import ALONE, STRATEGIES, Memory, TrainingFacts, planned_for
+from flatout.strategies.found import Outcome, StrategiesFound, StrategyProof, StrategyTrial
+from flatout.strategies.prediction import Points, Predicted, cluster_of, predictions
+from flatout.strategies.proving import NUDGES, proved
+from flatout.strategies.sides import TwoWays, Way, trainer
+from flatout.strategies.told import FACTS, Told
+from flatout.timing import LoadWatch
+from flatout.tuning.devices.ranks_trial import RanksRefused
+from flatout.tuning.few_steps import FewSteps, compare_whole_runs
+from flatout.tuning.last_comparison import compare_afresh, not_confirmed
+from flatout.tuning.ranks.job import JobRequest, RanksJob
+from flatout.tuning.trials import RunningTrial
+from flatout.tuning.verifier import busy
+from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
+from flatout.units import format_bytes, format_seconds
+
+COLLECTIVES_SECONDS = 2.0
+TRIAL_SHARE, LEAST_TRIAL_SECONDS = 0.1, 4.0
+"""Of the time that is left, for the windows of one trial; most are decided long before."""
+USUAL_START_SECONDS, GROUP_START = 5.0, 1.5
+"""Of one process, until one was started; and how many times as long a group takes, whose processes share the cores."""
+LEAST_STEPS, MOST_STEPS = 8, 30
+"""Of the proof."""
+STEP_OF_PROOF = 1.5
+"""Times a plain step."""
+USUAL_STEP_SECONDS = 0.1
+"""Where one process does not fit, so that none was timed."""
+LEAST_STEPS_A_TURN = 5
+"""Of runs that take turns, because memory does not suffice for both at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategiesRequest:
+    """What to choose for."""
+
+    spec: str
+    """'train.py:make'."""
+    ranks: int
+    plan: Plan
+    """Of one process; the strategy is added to it."""
+    budget_seconds: float = 600.0
+    allow_network: bool = False
+    strategies: tuple[str, ...] = STRATEGIES
+    visible: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each rank; empty: they train on the CPU."""
+
+
+def choose_strategy(
+    request: StrategiesRequest,
+    machine: Machine,
+    progress: Callable[[str], None] = lambda text: None,
+    deadline: Deadline | None = None,
+) -> StrategiesFound:
+    """Changes none of the user's files. Raises UsageError where the user's function cannot be used, ScriptError where
+    it fails in one process."""
+    deadline = deadline or Deadline(request.budget_seconds)
+    load = LoadWatch()
+    with work_folder() as folder:
+        setup = TrialSetup(
+            target=trainer(folder), work_folder=folder, allow_network=request.allow_network, deadline=deadline
+        )
+        choosing = _Choosing(request, machine, setup, deadline, progress)
+        with stopped_by_interrupt(choosing.stop, progress):
+            found = choosing.run()
+    warnings = (*busy(load, "the trials"), *filter(None, [deadline.explanation]))
+    return replace(found, seconds=deadline.elapsed_seconds, warnings=warnings)
+
+
+class _Choosing:
+    """One such choice."""
+
+    def __init__(
+        self,
+        request: StrategiesRequest,
+        machine: Machine,
+        setup: TrialSetup,
+        deadline: Deadline,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._request, self._machine, self._setup = request, machine, setup
+        self._deadline, self._progress = deadline, progress
+        self._trials: dict[str, StrategyTrial] = {}
+        self._plans: dict[str, Plan] = {}
+        self._start_seconds = USUAL_START_SECONDS
+        self._open = contextlib.ExitStack()
+        self._running: RunningTrial | None = None
+        """The baseline's process."""
+
+    def stop(self) -> bool:
+        """End soon, with what was tried; False where that is nothing."""
+        self._deadline.stopped = True
+        return bool(self._trials)
+
+    def run(self) -> StrategiesFound:
+        request = self._request
+        self._progress("one process: forecasts of memory, and the time of a step")
+        self._facts = self._found_facts()
+        self._limit_bytes = self._most_bytes(request.ranks)
+        self._progress("measuring what ranks exchange")
+        self._predicted, exchange_seconds = self._predictions()
+        candidates = self._possible()
+        baseline = self._baseline(candidates)
+        found = StrategiesFound(
+            spec=request.spec,
+            ranks=request.ranks,
+            facts=self._facts,
+            limit_bytes=self._limit_bytes,
+            baseline="" if baseline is None else baseline.plan.parallel or ALONE,
+            trials=(),
+            chosen=None,
+            reason="no strategy can be used",
+            plan=request.plan,
+            exchange_seconds=exchange_seconds,
+            budget_seconds=request.budget_seconds,
+            seconds=0.0,
+        )
+        if baseline is not None:
+            with contextlib.suppress(BudgetSpent), self._open:
+                for name in candidates:
+                    if name != baseline.plan.parallel:
+                        self._try(name, baseline)
+            try:
+                found = self._best(found, baseline)
+            except BudgetSpent:
+                found = replace(found, reason="stopped before a strategy was proved")
+        return replace(
+            found,
+            trials=tuple(self._trials[name] for name in request.strategies if name in self._trials),
+            enough_seconds=self._enough_seconds(),
+        )
+
+    # what is known before
+
+    def _found_facts(self) -> TrainingFacts:
+        request = self._request
+        folder = self._folder("facts")
+        told = Told(
+            spec=request.spec,
+            plan=request.plan.to_toml(),
+            role="facts",
+            ranks=request.ranks,
+            memory_limit_bytes=self._most_bytes(1),
+        )
+        self._run(told, folder)
+        return decode(TrainingFacts, json.loads((folder / FACTS).read_text(encoding="utf-8")))
+
+    def _folder(self, name: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._setup.work_folder))
+
+    def _run(self, told: Told, folder: Path) -> None:
+        """Processes that do what they are told, to their end. Raises what they refuse with; ScriptError where they
+        fail."""
+        told.write(folder)
+        ranks = 1 if told.role == "facts" else told.ranks
+        request = JobRequest(
+            kind="module",
+            target=trainer(folder),
+            devices=ranks,
+            allow_network=self._request.allow_network,
+            shared=tuple(str(path) for path in (folder, *self._setup.written)),
+        )
+        status = self._result_of(folder, request)
+        if status:
+            number = "one process" if ranks == 1 else f"{ranks} ranks"
+            raise ScriptError(f"{told.spec} failed in {number} (exit status {status})", remedy="see its error above")
+
+    def _result_of(self, folder: Path, request: JobRequest) -> object:
+        """Raises BudgetSpent where it is not wanted any more."""
+        with RanksJob(folder, request) as job:
+            found = job.result(lambda: not self._deadline.stopped)
+        if found is None:
+            raise BudgetSpent(self._deadline)
+        return found
+
+    def _most_bytes(self, ranks: int) -> int | None:
+        """What one of so many ranks may take: of its own GPU, or its share of the host's memory; None: unknown."""
+        if self._request.visible:
+            sizes = [gpu.memory_total_bytes for gpu in self._machine.usable_gpus[:ranks]]
+            return min((size for size in sizes if size is not None), default=None)
+        return self._machine.memory_available_bytes // ranks
+
+    def _predictions(self) -> tuple[dict[str, Predicted], float | None]:
+        """(by strategy, seconds of an all_reduce of all gradients)"""
+        ranks, facts = self._request.ranks, self._facts
+        cluster = cluster_of(self._collectives(), ranks)
+        parts = None
+        with contextlib.suppress(PlanError):
+            parts = planned_for(self._request.plan, "pipeline", ranks, facts.samples).micro_batches
+        exchange = None if cluster is None else cluster.group().all_reduce_seconds(facts.parameter_bytes)
+        return predictions(facts, cluster, ranks, parts), exchange
+
+    def _collectives(self) -> Points:
+        """Measured between the ranks; empty where that fails."""
+        folder = self._folder("collectives")
+        write_settings(Settings(visible=self._request.visible), folder)
+        request = JobRequest(
+            kind="collectives",
+            target=trainer(folder),
+            devices=self._request.ranks,
+            allow_network=self._request.allow_network,
+            seconds=COLLECTIVES_SECONDS,
+        )
+        try:
+            return {
+                name: [(size, seconds) for size, seconds in points]
+                for name, points in self._result_of(folder, request).items()  # type: ignore[attr-defined]  # JSON
+            }
+        except BudgetSpent:
+            raise
+        except FlatoutError:
+            return {}
+
+    # what is tried
+
+    def _possible(self) -> list[str]:
+        """Strategies that the plan and the memory allow, the most promising first."""
+        limit, found = self._limit_bytes, []
+        for name in self._request.strategies:
+            memory = self._facts.memory.get(name, Memory(bytes=None))
+            try:
+                self._plans[name] = planned_for(self._request.plan, name, self._request.ranks, self._facts.samples)
+            except PlanError as error:
+                self._note(name, "refused", str(error))
+                continue
+            if limit is not None and memory.bytes is not None and memory.bytes > limit:
+                needed = f"a rank takes {format_bytes(memory.bytes)} (forecast), and has {format_bytes(limit)}"
+                self._note(name, "refused", needed)
+                continue
+            found.append(name)
+        expected = {name: one.step_seconds for name, one in self._predicted.items()}
+        return sorted(found, key=lambda name: expected.get(name, math.inf))
+
+    def _note(self, name: str, outcome: Outcome, reason: str) -> None:
+        predicted = self._predicted.get(name)
+        self._trials[name] = StrategyTrial(strategy=name, outcome=outcome, reason=reason, predicted=predicted)
+
+    def _note_error(self, name: str, error: FlatoutError) -> None:
+        if isinstance(error, RanksRefused):
+            self._note(name, "refused", str(error))
+        elif isinstance(error, TrialEnded):
+            self._note(name, "failed", error.headline or f"it ended with code {error.status}")
+        else:
+            self._note(name, "failed", str(error))
+
+    def _way(self, name: str) -> Way:
+        alone = name == ALONE
+        return Way(
+            setup=self._setup,
+            spec=self._request.spec,
+            plan=self._request.plan if alone else self._plans[name],
+            ranks=1 if alone else self._request.ranks,
+            step_seconds=self._facts.step_seconds,
+        )
+
+    def _baseline(self, candidates: list[str]) -> Way | None:
+        """One process, where it fits; else the first strategy that trains; None: none does."""
+        if self._facts.step_seconds is not None:
+            return self._way(ALONE)
+        for name in candidates:
+            way = self._way(name)
+            try:
+                with way.started():
+                    return way
+            except FlatoutError as error:
+                self._note_error(name, error)
+        return None
+
+    def _try(self, name: str, baseline: Way) -> None:
+        needed, began = self._trial_seconds + self._end_seconds, self._deadline.elapsed_seconds
+        left = self._deadline.seconds_left
+        if left < needed:
+            takes = f"with the proof it takes about {format_seconds(needed)}"
+            self._note(name, "not reached", f"{format_seconds(left)} of the budget were left; {takes}")
+            return
+        self._progress(f"trying {name} · {format_seconds(left)} left")
+        try:
+            pairing, peak_bytes = self._timed(baseline, self._way(name))
+        except BudgetSpent:
+            raise
+        except FlatoutError as error:
+            self._note_error(name, error)
+            return
+        verdict = pairing.comparison.verdict
+        self._trials[name] = StrategyTrial(
+            strategy=name,
+            outcome="kept" if verdict == "faster" else "dropped",
+            reason={"faster": "", "slower": "slower"}.get(verdict, f"not significant: {pairing.comparison.reason}"),
+            predicted=self._predicted.get(name),
+            comparison=pairing.comparison,
+            baseline_seconds=pairing.baseline_seconds,
+            step_seconds=pairing.candidate_seconds,
+            peak_bytes=peak_bytes,
+            cost_seconds=self._deadline.elapsed_seconds - began,
+        )
+
+    def _timed(self, baseline: Way, way: Way) -> tuple[Pairing, int | None]:
+        """(one group of ranks against the baseline, peak of the tensors of a rank)"""
+        pace = self._pace(max(LEAST_TRIAL_SECONDS, TRIAL_SHARE * self._deadline.seconds_left))
+        if (turns := self._turns(baseline, way)) is not None:
+            sides = TwoWays(one=baseline, other=way)
+            return compare_whole_runs(
+                sides.baseline, sides.candidate, turns, replace(turns.pace, seconds=pace.seconds)
+            ), None
+        with way.running() as ranks:
+            pairing = compare_arms(self._kept_running(baseline), Arm(ranks, suspended=True), pace)
+            try:
+                peak_bytes = ranks.peak([]).peak_bytes
+            except TrialError:
+                peak_bytes = None
+        return pairing, peak_bytes
+
+    def _kept_running(self, baseline: Way) -> Arm:
+        """The baseline's process, for one trial after the other."""
+        if self._running is None or not self._running.alive:
+            self._open.close()
+            self._running = self._open.enter_context(baseline.running())
+            if baseline.ranks == 1:
+                self._start_seconds = self._running.startup_seconds or self._start_seconds
+        return Arm(self._running, suspended=True)
+
+    def _turns(self, baseline: Way, way: Way) -> FewSteps | None:
+        """Steps of the runs in which they take turns, where memory does not suffice for both at once; None where it
+        does, or may."""
+        memory = self._facts.memory
+        sizes = [memory[one.plan.parallel or ALONE].bytes for one in (baseline, way)]
+        one, several = (size or 0 for size in sizes)
+        if self._request.visible:
+            both, limit = one + several, self._limit_bytes
+        else:
+            both, limit = baseline.ranks * one + way.ranks * several, self._most_bytes(1)
+        if limit is None or both <= limit:
+            return None
+        pace = self._pace(0.0)
+        steps = max(LEAST_STEPS_A_TURN, pace.turns * pace.steps)
+        return FewSteps(steps=steps, compared=steps)
+
+    def _pace(self, seconds: float) -> Pace:
+        return Pace.for_step(self._facts.step_seconds or USUAL_STEP_SECONDS, seconds=seconds)
+
+    @property
+    def _pair_seconds(self) -> float:
+        """To start one process and a group."""
+        return (1 + GROUP_START) * self._start_seconds
+
+    @property
+    def _trial_seconds(self) -> float:
+        return GROUP_START * self._start_seconds + LEAST_TRIAL_SECONDS
+
+    @property
+    def _end_seconds(self) -> float:
+        """Of the last comparison and the shortest proof."""
+        return 2 * self._pair_seconds + LEAST_TRIAL_SECONDS + self._proof_seconds(LEAST_STEPS)
+
+    def _proof_seconds(self, steps: int) -> float:
+        step_seconds = STEP_OF_PROOF * (self._facts.step_seconds or 0.0)
+        return (1 + NUDGES + GROUP_START) * self._start_seconds + (2 + NUDGES) * steps * step_seconds
+
+    def _enough_seconds(self) -> float | None:
+        late = sum(one.outcome == "not reached" for one in self._trials.values())
+        if not late or self._deadline.stopped:
+            return None
+        return self._deadline.budget_seconds + late * self._trial_seconds + self._end_seconds
+
+    # what is chosen
+
+    def _best(self, found: StrategiesFound, baseline: Way) -> StrategiesFound:
+        """The fastest that holds in new processes and is proved."""
+        promising = [one for one in self._trials.values() if one.outcome == "kept"]
+        promising.sort(key=lambda one: -(one.comparison.ratio if one.comparison else 0.0))
+        if self._deadline.stopped:
+            raise BudgetSpent(self._deadline)
+        for trial in promising:
+            name = trial.strategy
+            final = self._final(name, baseline)
+            if final is None or final.comparison.verdict != "faster":
+                why = "could not be measured" if final is None else not_confirmed(final.comparison)
+                self._drop(trial, f"faster in the trial, in new processes {why}")
+                continue
+            proof = self._proof(name) if baseline.ranks == 1 else None
+            if isinstance(proof, str) or (proof is not None and proof.verdict != "equal to rounding"):
+                why = proof if isinstance(proof, str) else f"{proof.verdict}: {proof.reason}"
+                self._drop(trial, f"x{final.comparison.ratio:.2f} in new processes, but not proved: {why}")
+                continue
+            for other in promising:
+                if self._trials[other.strategy].outcome == "kept" and other is not trial:
+                    self._drop(other, f"slower than {name}")
+            return self._chosen(found, name, final, proof)
+        if baseline.ranks > 1:
+            return self._chosen(found, found.baseline, None, None)
+        return replace(found, reason=self._why_none())
+
+    def _why_none(self) -> str:
+        outcomes = {one.outcome for one in self._trials.values()}
+        timed = [one for one in self._trials.values() if one.comparison is not None]
+        if timed and all(one.comparison is not None and one.comparison.verdict == "slower" for one in timed):
+            return "one process is faster here"
+        if timed:
+            return "one process: no strategy was shown to be faster and right"
+        return f"one process: no strategy could be tried ({', '.join(sorted(outcomes))})"
+
+    def _drop(self, trial: StrategyTrial, reason: str) -> None:
+        self._trials[trial.strategy] = replace(trial, outcome="dropped", reason=reason)
+
+    def _final(self, name: str, baseline: Way) -> Pairing | None:
+        self._progress(f"measuring {name} against {baseline.plan.parallel or ALONE}, in new processes")
+        for_proof = self._proof_seconds(MOST_STEPS) if baseline.ranks == 1 else 0.0
+        deadline = self._deadline.reserving(min(for_proof, self._deadline.seconds_left / 2))
+        sides, pace = TwoWays(one=baseline, other=self._way(name)), self._pace(deadline.seconds_left)
+        try:
+            return compare_afresh(sides, pace, deadline, LEAST_TRIAL_SECONDS, self._turns(baseline, sides.other))
+        except BudgetSpent:
+            raise
+        except FlatoutError:
+            return None
+
+    def _proof(self, name: str) -> StrategyProof | str:
+        """Or why there is none."""
+        if self._facts.batch_norms:
+            return "batch norms see a rank's share, so that it is another training"
+        each = self._proof_seconds(1) - self._proof_seconds(0)
+        affordable = int((self._deadline.seconds_left - self._proof_seconds(0)) / max(each, 1e-9))
+        steps = max(LEAST_STEPS, min(MOST_STEPS, affordable))
+        self._progress(f"proving that {name} trains as one process, over {steps} steps")
+        request = self._request
+        try:
+            return proved(
+                request.spec,
+                request.plan,
+                self._plans[name],
+                request.ranks,
+                steps,
+                self._run,
+                self._setup.work_folder,
+            )
+        except BudgetSpent:
+            raise
+        except FlatoutError as error:
+            return str(error)
+
+    def _chosen(
+        self, found: StrategiesFound, name: str, final: Pairing | None, proof: StrategyProof | None
+    ) -> StrategiesFound:
+        ratio = None if final is None or proof is None else final.comparison.ratio
+        why = f"{ALONE} does not fit" if ratio is None else f"x{ratio:.2f} here over one process"
+        steps = "" if proof is None else f"; trains as one over {proof.steps} steps; rounding"
+        plan = self._plans[name]
+        plan = plan.with_choice("parallel", name, f"{self._request.ranks} ranks: {why}{steps}")
+        return replace(
+            found,
+            chosen=name,
+            reason="",
+            plan=replace(
+                plan,
+                machine_fingerprint=self._machine.fingerprint,
+                machine_name=self._machine.cpu.name,
+                torch_version=self._machine.versions.torch,
+                speedup=None if ratio is None else (plan.speedup or 1.0) * ratio,
+                exactness=None if proof is None else worst(("rounding", plan.exactness or "bit-identical")),
+                warnings=(*plan.warnings, f"measured with {self._request.ranks} ranks"),
+            ),
+            comparison=None if final is None else final.comparison,
+            baseline_seconds=None if final is None else final.baseline_seconds,
+            step_seconds=None if final is None else final.candidate_seconds,
+            proof=proof,
+        )

@@ -1,0 +1,160 @@
+"""What one process finds out before any ranks are started: sizes, times of a step, forecasts of memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from flatout.data.nested import batch_length
+from flatout.errors import FlatoutError, UsageError
+from flatout.levers.compile import repeated_blocks
+from flatout.parallel.launching.local_ranks import threads_of_rank
+from flatout.plan import Plan
+from flatout.plan_choices import ChoiceValue
+from flatout.sizing.forecasting import FORECAST_RANKS, forecast
+from flatout.statistics import median
+from flatout.strategies.made import endless, training_of
+from flatout.torch_private.modules import BatchNorm
+from flatout.train.step import TrainStep
+
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+"""Values of a plan's `parallel`, the simplest first."""
+MICRO_BATCHES_A_RANK = (4, 2, 1)
+"""Of a pipeline, whose stages wait the less the more there are."""
+WARM_STEPS, MOST_STEPS, STEPS_SECONDS = 2, 10, 3.0
+ALONE = "one process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Of one rank, forecast."""
+
+    bytes: int | None
+    """None: unknown, for `reason`."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    """Of the step that the user's function makes."""
+
+    model: str
+    parameters: int
+    parameter_bytes: int
+    """Of all of them."""
+    blocks: int
+    """Repeated ones, which fsdp shards and a pipeline distributes."""
+    block_parameters: int
+    """Of all blocks together."""
+    samples: int | None
+    """In a batch; None: they cannot be counted."""
+    device: str
+    batch_norms: int
+    """That train."""
+    memory: Mapping[str, Memory]
+    """By strategy, and of one process."""
+    step_seconds: float | None = None
+    """Of one process; None: it does not fit."""
+    rank_step_seconds: float | None = None
+    """The same with the threads that each rank would have on a CPU."""
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def planned_for(plan: Plan, strategy: str, ranks: int, samples: int | None) -> Plan:
+    """The plan with this strategy, and with what it needs. PlanError where they do not go together."""
+    choices: dict[str, ChoiceValue] = {"parallel": strategy}
+    if strategy == "pipeline" and (plan.micro_batches or 1) < ranks:
+        parts = [ranks * each for each in MICRO_BATCHES_A_RANK]
+        choices["micro_batches"] = next((count for count in parts if samples is None or count <= samples), parts[-1])
+    for name, value in choices.items():
+        plan = plan.with_choice(name, value, "")
+    return plan.part_for("step")
+
+
+def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> TrainingFacts:
+    """limit_bytes: what one process may take; no step is timed where the forecast is above it."""
+    step, batches = training_of(spec, plan)
+    batch = next(endless(batches, spec))
+    try:
+        samples = batch_length(batch)
+    except UsageError:
+        samples = None
+    memory = {ALONE: _forecast(step, batch)}
+    memory |= {name: _of_rank(spec, plan, name, ranks, samples) for name in STRATEGIES}
+    model, blocks = step.model, repeated_blocks(step.model)
+    found = TrainingFacts(
+        model=type(model).__name__,
+        parameters=_count(model.parameters()),
+        parameter_bytes=sum(one.nbytes for one in model.parameters()),
+        blocks=len(blocks),
+        block_parameters=_count(one for block in blocks for one in block.parameters()),
+        samples=samples,
+        device=step.device.type,
+        batch_norms=sum(isinstance(one, BatchNorm) and one.training for one in model.modules()),
+        memory=memory,
+    )
+    alone = memory[ALONE].bytes
+    if limit_bytes is not None and alone is not None and alone > limit_bytes:
+        return found
+    own, of_rank = _timed(step, batches, spec, threads_of_rank(ranks) if found.on_cpu else None)
+    return TrainingFacts(**{**vars(found), "step_seconds": own, "rank_step_seconds": of_rank})
+
+
+def _of_rank(spec: str, plan: Plan, strategy: str, ranks: int, samples: int | None) -> Memory:
+    if strategy not in FORECAST_RANKS:
+        return Memory(bytes=None, reason=f"there are forecasts for {', '.join(FORECAST_RANKS)} alone")
+    try:
+        step, batches = training_of(spec, planned_for(plan, strategy, ranks, samples))
+        return _forecast(step, next(iter(batches)), ranks)
+    except FlatoutError as error:
+        return Memory(bytes=None, reason=error.what)
+
+
+def _forecast(step: TrainStep, batch: object, ranks: int | None = None) -> Memory:
+    try:
+        return Memory(bytes=forecast(step, batch, ranks=ranks).peak_bytes)
+    except FlatoutError as error:
+        return Memory(bytes=None, reason=error.what)
+
+
+def _timed(step: TrainStep, batches: Iterable[object], spec: str, threads: int | None) -> tuple[float, float]:
+    """(seconds of a step, and with so many threads)"""
+    stream = endless(batches, spec)
+    usual = torch.get_num_threads()
+    seconds = _median_seconds(step, stream)
+    if threads is None or threads == usual:
+        return seconds, seconds
+    torch.set_num_threads(threads)
+    try:
+        return seconds, _median_seconds(step, stream)
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _median_seconds(step: TrainStep, stream: Iterator[object]) -> float:
+    """Of several steps, or of the only one that there is time for."""
+    taken: list[float] = []
+    began = time.perf_counter()
+    for number in itertools.count():
+        batch, start = next(stream), time.perf_counter()
+        float(step(batch))  # waits for the device
+        taken.append(time.perf_counter() - start)
+        late = time.perf_counter() - began > STEPS_SECONDS
+        if number >= WARM_STEPS + MOST_STEPS or (late and len(taken) > WARM_STEPS):
+            break
+    return median(taken[WARM_STEPS:])
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> int:
+    return sum({id(one): one.numel() for one in parameters}.values())

@@ -1,0 +1,87 @@
+"""The process that trains with the user's step: alone, or one of several ranks. `Told` says what it does.
+
+An error of Flatout's ends it as a refusal (`flatout.script.replicas.refusal`), which its parent reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from flatout import environment
+from flatout.errors import FlatoutError, MachineError
+from flatout.machine.ranks import joined, joined_rank, joined_ranks
+from flatout.parallel.whole_tensors import whole
+from flatout.script.replicas.recorded import dropout_left_out
+from flatout.script.replicas.refusal import Refusals
+from flatout.strategies.facts import facts_of
+from flatout.strategies.made import endless, training_of
+from flatout.strategies.told import FACTS, LOSSES, WEIGHTS, Role, Told
+
+
+def main(arguments: Sequence[str]) -> int:
+    """arguments: the folder."""
+    folder = Path(arguments[0])
+    told = Told.of(folder)
+    work: dict[Role, Callable[[Told, Path], None]] = {"train": _train, "record": _record, "facts": _facts}
+    try:
+        work[told.role](told, folder)
+    except FlatoutError as error:
+        machine = isinstance(error, MachineError)
+        refusals = Refusals(folder, environment.rank() or 0)
+        raise refusals.refuse(error.what, limit=error.limit, remedy=error.remedy, machine=machine) from None
+    return 0
+
+
+def _train(told: Told, folder: Path) -> None:
+    step, batches = training_of(told.spec, told.planned())
+    for batch in endless(batches, told.spec):
+        step(batch)
+
+
+def _record(told: Told, folder: Path) -> None:
+    """Leave the mean loss of each step, and the weights after the last one."""
+    step, batches = training_of(told.spec, told.planned())
+    if told.nudge:
+        _nudge(step.model, told.nudge, told.nudge_seed)
+    with dropout_left_out(torch):
+        losses = [_mean(step(batch)) for batch in itertools.islice(endless(batches, told.spec), told.steps)]
+    step.finish()
+    names = [name for name, _ in step.model.named_parameters()]
+    state = step.model.state_dict()  # whole tensors where ranks have parts of their own; a collective
+    weights = {name: whole(state[name]).detach().cpu() for name in names if name in state}
+    if joined_rank() == 0:
+        (folder / LOSSES).write_text(json.dumps(losses), encoding="utf-8")
+        torch.save(weights, folder / WEIGHTS)
+
+
+def _facts(told: Told, folder: Path) -> None:
+    found = facts_of(told.spec, told.planned(), told.ranks, told.memory_limit_bytes)
+    (folder / FACTS).write_text(json.dumps(found.to_json()), encoding="utf-8")
+
+
+def _nudge(model: torch.nn.Module, size: float, seed: int) -> None:
+    """Each weight up or down by its share."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in model.parameters():
+            signs = torch.randint(0, 2, one.shape, generator=generator) * 2 - 1
+            one.mul_(1 + size * signs.to(one.device))
+
+
+def _mean(loss: torch.Tensor) -> float:
+    """Over the ranks: that of the whole batch."""
+    if not joined():
+        return float(loss)
+    loss = loss.clone()
+    torch.distributed.all_reduce(loss)
+    return float(loss) / joined_ranks()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

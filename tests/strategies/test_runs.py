@@ -1,0 +1,59 @@
+"""Strategies tried and proved for real, with two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.machine.detect import detect
+from flatout.plan import Plan
+from flatout.script.trial.setup import TrialSetup
+from flatout.script.work_folder import work_folder
+from flatout.search.deadline import Deadline
+from flatout.strategies.choosing import StrategiesRequest, _Choosing
+from flatout.strategies.facts import STRATEGIES, TrainingFacts, planned_for
+from flatout.strategies.sides import trainer
+from tests.cli.in_process import said_by
+
+NET = """
+import torch, flatout
+from flatout.models import GPT2, GPT2Config
+def loss_fn(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+def make(plan):
+    tokens = torch.randint(0, 31, (48, 9))
+    model = GPT2(GPT2Config(vocab_size=31, max_tokens=8, width=16, heads=2, layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return flatout.TrainStep(model, optimizer, loss_fn, plan, clip_norm=1.0), flatout.batches(tokens, 8, plan, seed=0)
+"""
+
+
+@pytest.mark.slow
+def test_every_strategy_is_proved_to_train_as_one_process(tmp_path: Path) -> None:
+    """Dropout is in the model, and left out on both sides."""
+    (tmp_path / "net.py").write_text(NET)
+    request = StrategiesRequest(spec=f"{tmp_path / 'net.py'}:make", ranks=2, plan=Plan(), budget_seconds=600)
+    with work_folder() as folder:
+        setup = TrialSetup(target=trainer(folder), work_folder=folder)
+        choosing = _Choosing(request, detect(), setup, Deadline(600), lambda text: None)
+        choosing._facts = facts = choosing._found_facts()
+        assert isinstance(facts, TrainingFacts)
+        assert (facts.model, facts.blocks, facts.samples) == ("GPT2", 2, 8)
+        assert facts.memory["fsdp"].bytes is not None
+        verdicts = {}
+        for name in STRATEGIES:
+            choosing._plans[name] = planned_for(Plan(), name, 2, 8)
+            proof = choosing._proof(name)
+            verdicts[name] = proof if isinstance(proof, str) else proof.verdict
+    assert verdicts == dict.fromkeys(STRATEGIES, "equal to rounding")
+
+
+@pytest.mark.slow
+def test_a_choice_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    done = said_by(tmp_path, "tune", "--devices", "2", "--budget", "60s", "net.py:make")
+    assert done.returncode == 0, done.stderr
+    assert "net.py:make: GPT2 with" in done.stdout
+    assert "ddp" in done.stdout
+    assert (tmp_path / "flatout-report.json").exists()
