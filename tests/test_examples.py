@@ -44,6 +44,7 @@ def test_example_trains_and_leaves_nothing_behind(name, tmp_path, python):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_numbers(tmp_path, python):
     name = "digits_mlp.py"
     runs = [(name, [*SHORT_RUNS[name], "--seed", seed]) for seed in "334"]

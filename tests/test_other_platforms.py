@@ -60,6 +60,7 @@ for batch in flatout.batches(batch, 4, plan, seed=0):
 """
 
 
+@pytest.mark.slow
 def test_modules_plan_step_and_forecast_need_no_posix(tmp_path: Path, python: Python) -> None:
     done = python("-c", WINDOWS + LIBRARY + EVERY_MODULE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

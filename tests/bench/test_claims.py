@@ -133,5 +133,6 @@ def turns_that_show_the_setting(setup: Setup, settings: Settings) -> Prepared:
     return Prepared(turn=lambda: time.sleep(0.0 if settings["it"] else 0.02), how="")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_changed_in_a_process_is_compared_between_two() -> None:
     assert in_two_processes(turns_that_show_the_setting, {}, "it", CPU, 0.05).ratio > 2

@@ -77,6 +77,7 @@ def test_a_contender_answers_and_is_closed(tiny: object, capfd: pytest.CaptureFi
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_failures_have_reasons(tiny: object) -> None:
     prepare = tiny.prepare  # type: ignore[attr-defined]
     with pytest.raises(NotInstalled, match="a_package_that_is_not_there"):

@@ -51,6 +51,7 @@ def run(python: Python, folder: Path, *options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_peak_falls_and_the_losses_stay(tmp_path: Path, python: Python) -> None:
     script = SCRIPT.replace("print(logits", "# print(logits")
     (tmp_path / "train.py").write_text(script)

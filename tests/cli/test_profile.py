@@ -90,6 +90,7 @@ def test_one_screen_and_every_export(tmp_path: Path) -> None:
         assert any(row["name"] == "aten::addmm" and row["shapes"] for row in csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_the_document(tmp_path: Path) -> None:
     write(tmp_path)
     result = profile(tmp_path, "--json", "--steps", "3", "train.py", "--its", "own")
@@ -114,6 +115,7 @@ def test_the_document(tmp_path: Path) -> None:
     assert any(row.operator_class == "matmul" and row.dtype == "fp32" for row in seen.roofline)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_users_is_touched(tmp_path: Path) -> None:
     write(tmp_path, body="open('log.txt', 'a').write('x'); open('new.txt', 'w')")
     (tmp_path / "log.txt").write_text("mine")
@@ -195,6 +197,7 @@ def test_a_script_that_never_steps_is_ended(tmp_path: Path) -> None:
     assert "did not take the steps of a profile in 1 s" in result.stderr
 
 
+@pytest.mark.slow
 def test_tensorboard_is_refused_before_the_run_or_written(tmp_path: Path) -> None:
     write(tmp_path)
     result = profile(tmp_path, "--tensorboard", "logs", "train.py")
@@ -208,6 +211,7 @@ def test_tensorboard_is_refused_before_the_run_or_written(tmp_path: Path) -> Non
     assert any("tfevents" in name for name in names)
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_comes_after_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, *rest: object) -> None:
         raise UsageError(f"cannot write {path}: No space left on device")
@@ -238,6 +242,7 @@ def test_names_in_a_script_stay_inert(tmp_path: Path) -> None:
     assert "Evil<script>" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_script_with_a_profiler_of_its_own(tmp_path: Path) -> None:
     write(tmp_path)
     source = (tmp_path / "train.py").read_text()
@@ -249,6 +254,7 @@ def test_a_script_with_a_profiler_of_its_own(tmp_path: Path) -> None:
     assert seen.parts is not None
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_a_profiler_during_the_steps(tmp_path: Path) -> None:
     write(tmp_path, body="with torch.autograd.profiler.profile(): x + 1")
     result = profile(tmp_path, "--json", "--trace", "trace.json", "train.py")

@@ -117,6 +117,7 @@ def test_what_reads_or_compiles_frames_finds_the_scripts_own(name: str, status: 
     assert timed.sub("", watched.stderr) == timed.sub("", plain.stderr)
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_of_memory_tells_who_held_it(run: Run, tmp_path: Path) -> None:
     source = f"""{TRAIN}
     kept = torch.ones(1 << 18)
@@ -141,6 +142,7 @@ def test_a_script_that_never_trains_is_told_so(run: Run, tmp_path: Path) -> None
     assert "measurement" not in seen
 
 
+@pytest.mark.slow
 def test_exceptions_that_pass_through_our_wrappers_show_none_of_them(run: Run) -> None:
     source = """
         import torch
@@ -229,6 +231,7 @@ def test_a_run_that_dies_under_a_plan_names_the_lever_and_the_command_without_it
     assert (without.returncode, without.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_users_own_error_is_theirs_with_a_plan_too(run: Run, tmp_path: Path) -> None:
     source = CONVOLUTION.replace("optimizer.step()", "optimizer.step(); x = torch.randn(1, 9, 9); model(x)")
     (tmp_path / "flatout.toml").write_text(Plan(memory_format="channels_last").to_toml())
@@ -272,6 +275,7 @@ LOADING = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_planned_run_saves_is_what_a_plain_one_saves(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     plain = run(SAVING, flatout=False)
@@ -575,6 +579,7 @@ def test_a_terminal_shows_the_panel_and_then_the_summary(session: Callable[..., 
     assert "train.py · " in after[5]
 
 
+@pytest.mark.slow
 def test_a_small_terminal_that_is_resized_keeps_the_scripts_text(session: Callable[..., Session]) -> None:
     on = session("--no-report", size=(6, 60))
     on.read_until("\x1b[1;5r")
@@ -631,6 +636,7 @@ DRAWN = re.compile(rf"(?:{CLEARED})?(?:{TAKEN})?\x1b7\x1b\[\d+;1H.*?\x1b8")
 """One drawing of the status lines, as it is written."""
 
 
+@pytest.mark.slow
 def test_prompts_bars_and_the_debugger_stay_the_scripts_own(session: Callable[..., Session], tmp_path: Path) -> None:
     on = session("--no-report", source=ASKING)
     on.read_until("CPU ")
@@ -679,6 +685,7 @@ SECONDS = """
 """
 
 
+@pytest.mark.slow
 def test_a_run_without_a_terminal_can_be_watched_and_prints_nothing(run: Run, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     done = run(SECONDS, "--no-report", "--quiet", env={"FLATOUT_RUNS_DIR": str(runs)})

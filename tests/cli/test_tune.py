@@ -183,6 +183,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_plan_from_another_machine_is_verified_before_it_is_applied(tmp_path: Path, python: Python) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(steps=3000, body="pass"))
     (tmp_path / "flatout.toml").write_text(

@@ -561,6 +561,7 @@ class OnlyHere(Dataset[Any]):
         return index
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(start_method() != "fork", reason="no workers are started without being asked for")
 def test_workers_that_nobody_asked_for_never_end_a_run() -> None:
     source = batches(OnlyHere(), 8, shuffle=False)

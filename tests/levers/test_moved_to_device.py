@@ -259,6 +259,7 @@ def test_with_the_scores_of_a_wide_layer_never_formed_there(run: Run) -> None:
     assert told == ""
 
 
+@pytest.mark.slow
 @one_accelerator
 def test_an_operation_that_the_device_lacks_runs_on_the_cpu_and_is_told(run: Run) -> None:
     (plain, _), (moved, told) = run(LACKING, moved=False), run(LACKING, moved=True)

@@ -165,6 +165,7 @@ def test_a_traceback_that_is_kept_holds_the_locals_of_its_frames() -> None:
     assert found.name == "Errors.kept"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_nobody_of_the_script_holds_has_no_name() -> None:
     assert common([torch.zeros(2)]) is None

@@ -54,6 +54,7 @@ def test_all_ranks_find_the_same(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert preflight_text(judged(first)).startswith("ranks           3 on 1 machine · cpu · gloo\n")
 
 
+@pytest.mark.slow
 def test_what_would_take_too_long_is_left_out(run_ranks: RunRanks, tmp_path: Path) -> None:
     """No time at all: everything is measured at the smallest size, and one pair."""
     ended = run_ranks(MEASURE, 3, 1e-9, 1 << 30, tmp_path / "found")

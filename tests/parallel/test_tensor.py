@@ -65,6 +65,7 @@ leave()
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
 def test_checkpoints_are_those_of_one_process(run_ranks: RunRanks, tmp_path: Path, parallel: str) -> None:
     def run(ranks: int, folder: str, begin: int, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

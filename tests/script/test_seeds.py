@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import Python
 
 DRAWS = """
@@ -55,6 +57,7 @@ def test_unseeded_generators_repeat_and_seeded_ones_stay_as_they_are(tmp_path: P
     assert not any("tempfile" in place for place in unseeded)
 
 
+@pytest.mark.slow
 def test_a_repetition_with_moved_seeds_draws_other_numbers_everywhere(tmp_path: Path, python: Python) -> None:
     for moved in (0, 1, 2):
         (tmp_path / f"draws{moved}.py").write_text(DRAWS.replace("TrialSeeds()", f"TrialSeeds(moved={moved})"))

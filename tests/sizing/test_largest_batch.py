@@ -136,6 +136,7 @@ def test_a_global_batch_is_tried_as_it_will_be_accumulated() -> None:
     assert took == pytest.approx(found.peak_bytes, rel=0.1)  # its parts are equal, and so a little smaller
 
 
+@pytest.mark.slow
 def test_parts_that_the_plan_asks_for_are_tried() -> None:
     sizes = []
     for plan in (Plan(), Plan(micro_batches=8)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.processes import Python
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "library"
@@ -17,6 +19,7 @@ def run(python: Python, name: str, folder: Path, *words: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_resumed_and_evaluated(tmp_path: Path, python: Python) -> None:
     first = run(python, "digits.py", tmp_path, "--epochs", "3")
     assert "69 steps, 3 epochs in all" in first

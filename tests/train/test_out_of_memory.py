@@ -134,6 +134,7 @@ print("split into", parts)
 """
 
 
+@pytest.mark.slow
 def test_a_real_limit_is_survived(python: Python) -> None:
     run = python("-c", REAL)
     assert run.returncode == 0, run.stderr

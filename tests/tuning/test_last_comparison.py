@@ -210,10 +210,12 @@ def compared(tmp_path: Path, steps: int, seconds: float = 0.3, budget_seconds: f
     return compare_in_fresh_processes(setup, [], pace, Deadline(budget_seconds), seconds).comparison.pairs
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_early_is_started_again(tmp_path: Path) -> None:
     assert compared(tmp_path, 100) >= LEAST_WINDOWS
 
 
+@pytest.mark.slow
 def test_a_script_too_short_for_any_window(tmp_path: Path) -> None:
     with pytest.raises(TrialEnded):
         compared(tmp_path, 8)

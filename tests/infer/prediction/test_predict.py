@@ -271,6 +271,7 @@ def compiled_case() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 def test_compiled_shapes_are_few_and_past_the_bound_it_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
     if not cpp_compiler_there():
         pytest.skip("no C++ compiler")

@@ -74,7 +74,7 @@ def numbers(trial: TrialProcess, steps: int = 6) -> dict[str, object]:
     return {name: value for name, value in found.items() if "resident" not in name}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_fork_computes_what_the_script_does(tmp_path: Path, threads: int) -> None:
     """Weights, generators and the position in a file are those of the first step, whatever other forks have done."""
     setup = setup_of(tmp_path, threads=threads)
@@ -123,6 +123,7 @@ def test_with_what_they_were_forked_from_they_end(tmp_path: Path) -> None:
     trial.close()
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
     setup = replace(setup_of(tmp_path, each="if step == 5: time.sleep(600)"), hang_floor_seconds=1.0)
     with started_once(setup) as forks, forks.trial() as trial:
@@ -165,6 +166,7 @@ def test_what_cannot_be_forked_says_why_and_goes_on(tmp_path: Path, before: str,
         assert len(trial.window([], settle=1, steps=2).seconds) == 2
 
 
+@pytest.mark.slow
 def test_where_there_is_an_obstacle_each_trial_starts_the_script(tmp_path: Path) -> None:
     setup = setup_of(tmp_path, "ends = os.pipe()")
     with started_once(setup) as forks:
@@ -181,8 +183,8 @@ def test_where_there_is_an_obstacle_each_trial_starts_the_script(tmp_path: Path)
     ("each", "wrote"),
     [
         ("open('figures.txt', 'a').write('x')", "open for writing"),
-        ("torch.save(model.state_dict(), 'model.pt')", "save: "),
-        ("os.makedirs('new', exist_ok=True)", "make directory"),
+        pytest.param("torch.save(model.state_dict(), 'model.pt')", "save: ", marks=pytest.mark.slow),
+        pytest.param("os.makedirs('new', exist_ok=True)", "make directory", marks=pytest.mark.slow),
         ("open(os.devnull, 'w').write('x'); __import__('tempfile').TemporaryFile()", ""),
     ],
 )
@@ -268,6 +270,7 @@ def test_only_what_has_to_be_on_before_the_first_step_needs_a_start_of_its_own(
     assert spawned == ["started", "forked", "forked", "forked", "started", "forked", "forked", "forked"]
 
 
+@pytest.mark.slow
 def test_what_later_trials_are_spared_is_the_start(tmp_path: Path) -> None:
     with started_once(planted_setup(tmp_path)) as forks:
         assert forks.spared_seconds() == 0.0
@@ -284,6 +287,7 @@ def test_what_later_trials_are_spared_is_the_start(tmp_path: Path) -> None:
             assert trial._parent is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_seconds", [1.0, 1e6])
 def test_a_first_start_that_mostly_waited_is_made_again(
     tmp_path: Path, budget_seconds: float, spawned: list[str]
@@ -298,6 +302,7 @@ def test_a_first_start_that_mostly_waited_is_made_again(
     assert spawned == [*again, "started", "forked", *(["forked"] if not again else [])]
 
 
+@pytest.mark.slow
 def test_a_short_start_is_not_saved(tmp_path: Path, spawned: list[str]) -> None:
     with StartedScript(saved_from_seconds=1000.0) as started:
         setup = replace(setup_of(tmp_path), started=started)
@@ -319,6 +324,7 @@ def test_a_tune_starts_the_script_once_and_proves_in_forks(tmp_path: Path, spawn
     assert spawned == ["started", "forked", "forked", "forked"]
 
 
+@pytest.mark.slow
 def test_a_proof_goes_on_without_forks_where_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise TrialError("no more processes")
@@ -332,6 +338,7 @@ def test_a_proof_goes_on_without_forks_where_they_fail(tmp_path: Path, monkeypat
         assert forks.started.obstacle == "it cannot be forked: no more processes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["os._exit(3)", "globals().update(torch=None)"])
 def test_a_script_that_fails_in_forks_is_tuned_without(tmp_path: Path, how: str) -> None:
     """At the fork, or in its first step."""

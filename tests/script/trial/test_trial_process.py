@@ -51,6 +51,7 @@ def test_a_script_that_measures_its_terminal_finds_one(
     assert started(tmp_path, before, (31, 117)) == "['31', '117'] True"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 def test_who_reads_from_a_trials_terminal_gets_the_end_of_input(tmp_path: Path) -> None:
     before = "print(repr(sys.stdin.readline()), repr(sys.stdin.readline()), flush=True)"
@@ -266,6 +267,7 @@ for step in range(40):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 def test_a_script_first_waits_for_commands_where_no_graph_of_a_later_backward_pass_is_alive(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(GAN)
