@@ -6,6 +6,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from flatout.data.nested import is_numpy_array, leaves_in
+from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,7 @@ def checksum(nested: object) -> int:
         if isinstance(leaf, torch.Tensor):
             found = zlib.crc32(f"{path} {leaf.dtype} {list(leaf.shape)}".encode(), found)
             for part in _stored(leaf.detach().cpu()):
-                found = zlib.crc32(part.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+                found = zlib.crc32(bytes_view(part).numpy().data, found)
         elif is_numpy_array(leaf) and not leaf.dtype.hasobject:
             found = zlib.crc32(f"{path} {leaf.dtype} {list(leaf.shape)}".encode(), found)
             found = zlib.crc32(leaf.tobytes(), found)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from flatout.parameters import parameters_of
 from flatout.script.patches import ImportWatch
+from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,8 +64,5 @@ def weights_digests(subject: Subject) -> list[tuple[str, str]]:
 
 
 def _digest(tensor: Tensor) -> str:
-    import torch
-
-    plain = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.sha256(head + plain.numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(head + bytes_view(tensor).numpy().tobytes()).hexdigest()[:16]

@@ -25,6 +25,7 @@ from flatout.script.reference import (
     named_buffers,
     named_weights,
 )
+from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
     import torch
@@ -275,10 +276,7 @@ def _total(norms: list[Tensor]) -> Tensor | None:
 
 
 def _digest(tensors: list[Tensor]) -> str:
-    import torch
-
     digest = hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.contiguous().reshape(-1).cpu()
-        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        digest.update(bytes_view(tensor).numpy().tobytes())
     return digest.hexdigest()

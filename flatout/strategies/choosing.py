@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flatout.decoding import decode
 from flatout.errors import FlatoutError, PlanError, ScriptError, TrialError
@@ -191,15 +192,16 @@ class _Choosing:
             allow_network=self._request.allow_network,
             shared=tuple(str(path) for path in (folder, *self._setup.written)),
         )
-        status = self._result_of(folder, request)
-        if status:
-            number = "one process" if ranks == 1 else f"{ranks} ranks"
-            raise ScriptError(f"{told.spec} failed in {number} (exit status {status})", remedy="see its error above")
-
-    def _result_of(self, folder: Path, request: JobRequest) -> object:
-        """Raises BudgetSpent where it is not wanted any more."""
         with RanksJob(folder, request) as job:
-            found = job.result(lambda: not self._deadline.stopped)
+            status = self._result_of(job)
+            if status:
+                number = "one process" if ranks == 1 else f"{ranks} ranks"
+                what = f"{told.spec} failed in {number} (exit status {status})"
+                raise ScriptError(what, remedy=job.last_words)
+
+    def _result_of(self, job: RanksJob) -> object:
+        """Raises BudgetSpent where it is not wanted any more."""
+        found = job.result(lambda: not self._deadline.stopped)
         if found is None:
             raise BudgetSpent(self._deadline)
         return found
@@ -233,10 +235,9 @@ class _Choosing:
             seconds=COLLECTIVES_SECONDS,
         )
         try:
-            return {
-                name: [(size, seconds) for size, seconds in points]
-                for name, points in self._result_of(folder, request).items()  # type: ignore[attr-defined]  # JSON
-            }
+            with RanksJob(folder, request) as job:
+                found: Any = self._result_of(job)  # JSON
+            return {name: [(size, seconds) for size, seconds in points] for name, points in found.items()}
         except BudgetSpent:
             raise
         except FlatoutError:

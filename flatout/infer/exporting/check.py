@@ -22,6 +22,7 @@ from flatout.infer.exporting.report import Dynamic, ExportCheck, ExportFailure, 
 from flatout.infer.exporting.size_ranges import Ranges
 from flatout.infer.exporting.trace import failure_of, first_words
 from flatout.infer.user_lines import user_line
+from flatout.tensor_bytes import bytes_view
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By dtype of an output; complex outputs by their parts; integers and bool must be equal."""
@@ -268,7 +269,7 @@ def _checked(run: Runner, sample: Sample, tolerance: float | None) -> ExportChec
         if not close:
             what = f"{name} differs by {difference:.3g} where at most {allowed:.3g} is allowed"
             raise NotExported(_differs(sample, what))
-        same = same and torch.equal(_bits(expected), _bits(got))
+        same = same and torch.equal(bytes_view(expected), bytes_view(got))
         largest_difference, largest_output = max(largest_difference, difference), max(largest_output, largest)
     return ExportCheck(
         inputs=sample.kind,
@@ -293,10 +294,6 @@ def _close(expected: Tensor, got: Tensor, tolerance: float | None) -> tuple[bool
         return False, math.inf, largest, allowed
     difference = float((a[finite] - b[finite]).abs().max()) if bool(finite.any()) else 0.0
     return difference <= allowed and (_inexact(expected) or torch.equal(expected, got)), difference, largest, allowed
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _inexact(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flatout.checkpoint.disk import sha256_of
 from flatout.plan import Plan
+from flatout.tensor_bytes import bytes_view
 
 DIGEST_CHARACTERS = 16
 
@@ -61,7 +62,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     if tensor.is_meta or not tensor.numel():
         return b""
     try:
-        return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return bytes_view(tensor).numpy().tobytes()
     except (RuntimeError, NotImplementedError, TypeError):  # a tensor class that has no bytes of its own
         whole = io.BytesIO()
         torch.save(tensor, whole)

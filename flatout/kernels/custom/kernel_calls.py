@@ -15,6 +15,7 @@ from flatout.kernels.custom.definition import Definition, line_of
 from flatout.kernels.custom.drawn_inputs import Drawn, copies, draw, nudged_copies
 from flatout.kernels.custom.guards import Guarded, guarded_allocations
 from flatout.kernels.custom.judging import Rule, difference
+from flatout.tensor_bytes import bytes_view
 
 Kind = Literal["raises", "writes outside", "reads outside", "modifies an input", "shape", "values"]
 
@@ -72,7 +73,7 @@ def forward_outcome(definition: Definition, case: Case, device: str) -> Outcome:
             second = outputs_of(definition, definition.kernel(*again), again)
         except Exception as error:  # the user's own code
             return Outcome(problem=Problem(kind="raises", text=f"called again, it {raised_text(error)}"))
-    same = all(torch.equal(_bits(one), _bits(two)) for one, two in zip(found, second, strict=True))
+    same = all(torch.equal(bytes_view(one), bytes_view(two)) for one, two in zip(found, second, strict=True))
     return Outcome(problem=None, repeatable=same)
 
 
@@ -181,11 +182,6 @@ def _closer_look(
 def _kind_of(tensor: Tensor) -> str:
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{place}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    # `contiguous` leaves a single element with a stride of its own as it is, and then it cannot be viewed as bytes.
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def synchronize(device: str) -> None:

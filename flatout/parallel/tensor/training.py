@@ -23,6 +23,7 @@ from flatout.parallel.tensor.random import same_random_states
 from flatout.parallel.tensor.splitting import Splitting
 from flatout.parallel.whole_tensors import CUTS
 from flatout.parameters import parameters_of
+from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
     from flatout.plan import Plan
@@ -131,9 +132,8 @@ def _digest(batch: object) -> str:
     found = hashlib.sha256()
 
     def add(leaf: Tensor) -> Tensor:
-        host = leaf.detach().cpu().contiguous()
-        found.update(f"{host.dtype}{tuple(host.shape)}".encode())
-        found.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+        found.update(bytes_view(leaf).numpy().tobytes())
         return leaf
 
     map_leaves(add, batch, lambda leaf: isinstance(leaf, Tensor) and leaf.layout is torch.strided)

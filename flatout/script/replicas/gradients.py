@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from flatout.levers.grad_attribute import get_grad, set_grad
 from flatout.parallel.replicate import packets
+from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,8 +80,7 @@ def weights_digest(parameters: Sequence[Tensor]) -> int:
     found = hashlib.blake2b(digest_size=7)
     with torch.no_grad():
         for one in chosen:
-            part = one.detach().reshape(-1)[:COMPARED_NUMBERS]
-            found.update(part.to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(bytes_view(one.detach().reshape(-1)[:COMPARED_NUMBERS]).numpy().tobytes())
     return int.from_bytes(found.digest(), "big")
 
 
