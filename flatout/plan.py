@@ -147,10 +147,13 @@ class Plan(Choices):
             scopes = declared()[name].scopes
             if not set(scopes) & set(same):
                 others = " and ".join(SCOPES[one] for one in scopes)
+                remedy = f"use plan.part_for({scope!r})" if scope != "script" else f"remove {name}"
+                if (scope, name) == ("script", "parallel"):
+                    remedy = "a script whose TrainStep is made with it starts with: flatout launch SCRIPT"
                 raise PlanError(
                     f"the plan's {name} is {short(value)}",
                     limit=f"{SCOPES[scope]} does not apply it ({others} would)",
-                    remedy=f"use plan.part_for({scope!r})" if scope != "script" else f"remove {name}",
+                    remedy=remedy,
                 )
 
     def mismatch(self, machine_fingerprint: str | None, torch_version: str | None) -> str | None:

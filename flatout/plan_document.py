@@ -91,7 +91,10 @@ def toml_value(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name if isinstance(name, str) else short(name), list(known), 1)
+    names = list(known)
+    close = difflib.get_close_matches(name if isinstance(name, str) else short(name), names, 1)
+    if not close and not isinstance(name, str) and names:  # such as torch.bfloat16, or True
+        return f"for example {names[0]!r}"
     return f"did you mean {close[0]!r}?" if close else "remove it"
 
 

@@ -203,7 +203,7 @@ def _show(files: Sequence[str]) -> int:
             elif kind == "bench-claims":
                 text = claims_text(ClaimsResult.from_json(payload))
             else:
-                raise UsageError(f"{file} holds a {kind!r}", limit="show takes what `flatout bench --out` wrote")
+                raise UsageError(f"{file} is a {kind!r} document", limit="show takes what `flatout bench --out` wrote")
         except TypeError as error:
             raise UsageError(f"{file} cannot be read ({error})", remedy="measure it again with this Flatout") from None
         print("\n".join(map(printable, text.splitlines())))

@@ -69,11 +69,10 @@ def tune_strategies(
     with signals_as_exits(), progress_line() as progress:
         found: ParallelChoice = choose_requested(request, progress)
     document = strategies_document(found, found.machine, include_private=include_private)
-    save_results(found.plan, document, out, plans=found.chosen is not None, include_private=include_private)
+    save_results(found.plan, document, out, plans=True, include_private=include_private)
     print(to_text(document) if json else strategies_text(found, found.machine, budget_option))
     if not json:
-        written = [out / PLAN_NAME] * (found.chosen is not None) + [out / REPORT_NAME]
-        launch = f"      next: flatout launch --nproc-per-node {found.ranks} YOUR_SCRIPT, with this plan"
-        print(f"{'saved':<10}{', '.join(map(str, written))}{launch * (found.chosen is not None)}")
+        start = f"flatout launch --nproc-per-node {found.ranks}" if found.chosen else "python"
+        print(f"{'saved':<10}{out / PLAN_NAME}, {out / REPORT_NAME}      next: {start} YOUR_SCRIPT, with this plan")
     sys.stdout.flush()
     return 0

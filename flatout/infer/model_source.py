@@ -34,6 +34,7 @@ from flatout.errors import UsageError
 from flatout.infer.user_lines import user_line
 
 FORMS = "a model is named file.py:name, package.module:name or a folder with a Hugging Face config.json"
+OBJECTS = "it is named file.py:name or package.module:name"
 NAMES_LISTED = 6
 T = TypeVar("T")
 
@@ -57,7 +58,8 @@ def load_object(spec: str, noun: str) -> object:
     """The object that `file.py:name` or `package.module:name` refers to; `noun` is used in errors."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
-        raise UsageError(f"the {noun} is {spec!r}", limit=FORMS, remedy=_what_could_be_meant(spec))
+        forms = FORMS if noun == "model" else OBJECTS
+        raise UsageError(f"the {noun} is {spec!r}", limit=forms, remedy=_what_could_be_meant(spec))
     module = _from_file(Path(source)) if source.endswith(".py") else _from_module(source)
     return _attribute(module, name, source)
 
@@ -161,7 +163,9 @@ def _attribute(module: ModuleType, name: str, source: str) -> object:
             close = difflib.get_close_matches(part, names, n=1)
             models = [one for one in names if _could_be_a_model(getattr(value, one, None), module)]
             remedy = f"did you mean {close[0]}?" if close else f"it has {_listed(models)}" if models else ""
-            raise UsageError(f"{source} has no {name!r}", limit="a model is named after the colon", remedy=remedy)
+            raise UsageError(
+                f"{source} has no {name!r}", limit="the name of an object in it follows the colon", remedy=remedy
+            )
         value = getattr(value, part)
     return value
 

@@ -77,6 +77,6 @@ def read_document(path: Path, kind: str | None = None) -> Document:
             remedy="pip install --upgrade flatout",
         )
     if kind is not None and header.get("document") != kind:
-        raise UsageError(f"{path} holds a {header.get('document')!r}", limit=f"a {kind!r} is needed here")
+        raise UsageError(f"{path} is a {header.get('document')!r} document", limit=f"a {kind!r} is needed here")
     assert isinstance(doc, dict)
     return doc

@@ -299,7 +299,7 @@ def _ceiling(row: RooflineRow) -> str:
     unit = "FLOP/s" if row.bound == "compute" else "B/s"
     reached = f"{format_rate(rate or 0.0, unit)} of {format_rate(row.ceiling or 0.0, unit)} ({row.ceiling_name})"
     note = f"; {row.reason}" if row.reason else ""
-    return f"{percent(row.share):>6}  {_class_name(row):<16}  {percent(share)}: {reached}{note}"
+    return f"{percent(row.share):>6} of operators  {_class_name(row):<16}  {percent(share)}: {reached}{note}"
 
 
 def _class_name(row: RooflineRow) -> str:

@@ -48,7 +48,8 @@ def _training(found: StrategiesFound) -> str:
 def _one_process(found: StrategiesFound) -> str:
     memory = found.facts.memory[ALONE].bytes
     takes = "" if memory is None else f", {format_bytes(memory)} (forecast)"
-    return f"{ALONE} takes {format_seconds(found.facts.step_seconds or 0.0)} a step{takes}"
+    threads = "" if found.facts.threads is None else f" with {counted(found.facts.threads, 'thread')}"
+    return f"{ALONE} takes {format_seconds(found.facts.step_seconds or 0.0)} a step{threads}{takes}"
 
 
 def _ranks(found: StrategiesFound) -> str:
@@ -106,6 +107,6 @@ def _proof(proof: StrategyProof, ranks: int) -> list[str]:
     ):
         if found is not None and rounding is not None:
             lines.append(
-                f"  {name:<9}differ by {found:.1e} at most; by {rounding:.1e} where every weight is rounded once"
+                f"  {name:<9}differ by {found:.1e} of the largest; by {rounding:.1e} where every weight is rounded once"
             )
     return lines

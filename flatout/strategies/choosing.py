@@ -45,7 +45,7 @@ from flatout.tuning.ranks.job import JobRequest, RanksJob
 from flatout.tuning.trials import RunningTrial
 from flatout.tuning.verifier import busy
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
-from flatout.units import format_bytes, format_seconds
+from flatout.units import counted, format_bytes, format_seconds
 
 COLLECTIVES_SECONDS = 2.0
 TRIAL_SHARE, LEAST_TRIAL_SECONDS = 0.1, 4.0
@@ -58,6 +58,8 @@ STEP_OF_PROOF = 1.5
 """Times a plain step."""
 USUAL_STEP_SECONDS = 0.1
 """Where one process does not fit, so that none was timed."""
+FEWER_THREADS_SHARE = 0.95
+"""Of the time of a step, below which fewer threads count as faster."""
 LEAST_STEPS_A_TURN = 5
 """Of runs that take turns, because memory does not suffice for both at once."""
 
@@ -96,7 +98,8 @@ def choose_strategy(
         with stopped_by_interrupt(choosing.stop, progress):
             found = choosing.run()
     warnings = (*busy(load, "the trials"), *filter(None, [deadline.explanation]))
-    return replace(found, seconds=deadline.elapsed_seconds, warnings=warnings)
+    plan = replace(found.plan, warnings=(*found.plan.warnings, *warnings))
+    return replace(found, plan=plan, seconds=deadline.elapsed_seconds, warnings=(*found.warnings, *warnings))
 
 
 class _Choosing:
@@ -160,6 +163,18 @@ class _Choosing:
             found,
             trials=tuple(self._trials[name] for name in request.strategies if name in self._trials),
             enough_seconds=self._enough_seconds(),
+            warnings=self._about_threads(),
+        )
+
+    def _about_threads(self) -> tuple[str, ...]:
+        threads = self._alone_plan.threads
+        if threads is None or self._request.plan.threads is not None:
+            return ()
+        own, fewer = (format_seconds(one or 0.0) for one in (self._facts.step_seconds, self._facts.rank_step_seconds))
+        several = f"with {counted(threads, 'thread')} instead of {self._facts.threads}"
+        return (
+            f"one process takes {fewer} a step {several}, and {own} as it is: strategies were compared with the former "
+            "(flatout.tune(step, batches) tries and proves it)",
         )
 
     # what is known before
@@ -275,12 +290,24 @@ class _Choosing:
         else:
             self._note(name, "failed", str(error))
 
+    @property
+    def _alone_plan(self) -> Plan:
+        """Of one process: with as few threads as a rank, where it is faster so. Threads that compete with other work on
+        the machine would make any strategy look good."""
+        plan, facts = self._request.plan, self._facts
+        own, of_rank = facts.step_seconds, facts.rank_step_seconds
+        if plan.threads is not None or own is None or of_rank is None or of_rank > FEWER_THREADS_SHARE * own:
+            return plan
+        if facts.rank_threads is None or facts.rank_threads == facts.threads:
+            return plan
+        return plan.with_choice("threads", facts.rank_threads, f"x{own / of_rank:.2f} here in one process")
+
     def _way(self, name: str) -> Way:
         alone = name == ALONE
         return Way(
             setup=self._setup,
             spec=self._request.spec,
-            plan=self._request.plan if alone else self._plans[name],
+            plan=self._alone_plan if alone else self._plans[name],
             ranks=1 if alone else self._request.ranks,
             step_seconds=self._facts.step_seconds,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -61,7 +61,9 @@ class TrainingFacts:
     """Of one process; None: it does not fit."""
     rank_step_seconds: float | None = None
     """The same with the threads that each rank would have on a CPU."""
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    threads: int | None = None
+    """Of one process; None: its model is not on the CPU."""
+    rank_threads: int | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -107,8 +109,9 @@ def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> Trai
     alone = memory[ALONE].bytes
     if limit_bytes is not None and alone is not None and alone > limit_bytes:
         return found
-    own, of_rank = _timed(step, batches, spec, threads_of_rank(ranks) if found.on_cpu else None)
-    return TrainingFacts(**{**vars(found), "step_seconds": own, "rank_step_seconds": of_rank})
+    usual, of_a_rank = (torch.get_num_threads(), threads_of_rank(ranks)) if found.on_cpu else (None, None)
+    own, of_rank = _timed(step, batches, spec, of_a_rank)
+    return replace(found, step_seconds=own, rank_step_seconds=of_rank, threads=usual, rank_threads=of_a_rank)
 
 
 def _of_rank(spec: str, plan: Plan, strategy: str, ranks: int, samples: int | None) -> Memory:

@@ -18,7 +18,7 @@ from flatout.parallel.cluster import Cluster, Link
 from flatout.parallel.planning import Sharing, Workload, estimate
 from flatout.parallel.rank_timings import fit
 from flatout.strategies.facts import TrainingFacts
-from flatout.units import format_seconds
+from flatout.units import counted, format_seconds
 
 UNIT = 1e12
 """Operations a second of a rank: any number does, as those of a sample are made of its time."""
@@ -55,7 +55,8 @@ def predictions(
         waits = (micro_batches + ranks - 1) / micro_batches
         found["pipeline"] = Predicted(
             step_seconds=alone / ranks * waits,
-            reason=f"1/{ranks} of {format_seconds(alone)}, and {waits - 1:.0%} of that to fill and drain the stages",
+            reason=f"1/{ranks} of the {format_seconds(alone)} of one process with a rank's threads, "
+            f"and {waits - 1:.0%} of that to fill and drain the stages",
         )
     if cluster is None:
         return found
@@ -74,5 +75,6 @@ def predictions(
             one = estimate(workload, cluster, facts.samples, sharing)
         except UsageError:  # the batch is not divisible
             continue
-        found[sharing] = Predicted(step_seconds=one.step_seconds, reason=one.reason_of_time)
+        with_threads = "" if facts.rank_threads is None else f" with {counted(facts.rank_threads, 'thread')} a rank"
+        found[sharing] = Predicted(step_seconds=one.step_seconds, reason=one.reason_of_time + with_threads)
     return found

@@ -129,7 +129,7 @@ def test_other_documents_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFix
     other.write_text(json.dumps({"flatout": {"document": "run", "schema": 1}}))
     broken.write_text(json.dumps({"flatout": {"document": "bench", "schema": 1}, "workloads": 3}))
     assert main(["bench", "show", str(other)]) == 2
-    assert "holds a 'run'" in capsys.readouterr().err
+    assert "is a 'run' document" in capsys.readouterr().err
     assert main(["bench", "show", str(broken)]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

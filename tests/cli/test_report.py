@@ -45,7 +45,7 @@ def test_it_opens_the_page_where_that_is_asked(folder: Path, monkeypatch: pytest
         (["absent.json"], "cannot read absent.json: No such file or directory"),
         (["foreign.json"], "foreign.json is not a document of Flatout's"),
         (["text.json"], "text.json is not a JSON document"),
-        (["check.json"], "check.json holds a 'check'"),
+        (["check.json"], "check.json is a 'check' document"),
         (["newer.json"], "newer.json was written by Flatout 9.0, schema 2"),
         (["run.json", "run.json"], "run.json is another 'run'"),
         (["broken.json"], "broken.json.findings is 'x'; a list is needed there"),

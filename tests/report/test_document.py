@@ -67,7 +67,7 @@ def test_a_nan_is_the_writers_defect() -> None:
         (b'{"a": 1}', "not a document of Flatout's"),
         (b'{"flatout": {"schema": "1"}}', "not a document of Flatout's"),
         (b'{"flatout": {"schema": 99, "version": "9.9"}}', "written by Flatout 9.9, schema 99"),
-        (b'{"flatout": {"schema": 1, "document": "check"}}', "holds a 'check'; a 'run' is needed"),
+        (b'{"flatout": {"schema": 1, "document": "check"}}', "is a 'check' document; a 'run' is needed"),
     ],
 )
 def test_what_is_no_such_document_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

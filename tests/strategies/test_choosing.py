@@ -161,6 +161,7 @@ def test_the_fastest_that_is_proved_is_chosen(choose: Choose) -> None:
     )
     text = strategies_text(found, MACHINE, budget_option)
     assert "net.py:make: Net with 1,000,000 parameters, batches of 32; one process takes 100 ms a step" in text
+    assert "compute 70 ms" in text
     assert "kept        ddp       100 ms -> 66.7 ms  x1.50 ±0.05  50 MiB a rank" in text
     assert "dropped     zero1     100 ms -> 76.9 ms  x1.30 ±0.05  50 MiB a rank  slower than ddp" in text
     assert "x1.50 ±0.05: ddp on 2 ranks over one process (100 ms -> 66.7 ms a step of the same batch" in text
@@ -194,6 +195,21 @@ def test_what_is_not_confirmed_or_not_proved_gives_way_to_the_next(choose: Choos
     assert found.reason == "one process: no strategy was shown to be faster and right"
     failed = choose(ALL, proof=ScriptError("net.py:make failed in 2 ranks"))
     assert "not proved: net.py:make failed in 2 ranks" in failed.trials[0].reason
+
+
+def test_one_process_has_as_few_threads_as_a_rank_where_it_is_faster_so(choose: Choose) -> None:
+    """Threads that compete with other work on the machine would make any strategy look good."""
+    busy = replace(FACTS, step_seconds=0.68, rank_step_seconds=0.02, threads=2, rank_threads=1)
+    found = choose(dict.fromkeys(STRATEGIES, 0.6), facts=busy)
+    assert found.warnings[0].startswith(
+        "one process takes 20 ms a step with 1 thread instead of 2, and 680 ms as it is"
+    )
+    assert found.plan.choices() == {}
+    text = strategies_text(found, MACHINE, budget_option)
+    assert "one process takes 680 ms a step with 2 threads" in text
+    assert "with 1 thread a rank" in text
+    given = choose(dict.fromkeys(STRATEGIES, 0.6), facts=busy, plan=Plan(threads=2))
+    assert given.warnings == ()
 
 
 def test_batch_norms_are_timed_and_not_chosen(choose: Choose) -> None:

@@ -72,7 +72,7 @@ def _sources(documents: Sequence[tuple[Path, Document]]) -> Sources:
     for path, doc in documents:
         kind = str(doc["flatout"].get("document"))
         if kind not in KINDS:
-            raise UsageError(f"{path} holds a {kind!r}", limit=f"a report shows documents of {', '.join(KINDS)}")
+            raise UsageError(f"{path} is a {kind!r} document", limit=f"a report shows documents of {', '.join(KINDS)}")
         if kind in found:
             raise UsageError(
                 f"{path} is another {kind!r}",

@@ -314,7 +314,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     with pytest.raises(UsageError, match=r"b\.json is another 'run'; a report shows one of each kind; flatout compare"):
         report_html([(Path("a.json"), RUN), (Path("b.json"), RUN)])
     with pytest.raises(
-        UsageError, match=r"check\.json holds a 'check'; a report shows documents of tune, run, profile"
+        UsageError, match=r"check\.json is a 'check' document; a report shows documents of tune, run, profile"
     ):
         rendered({"check": recorded("check")})
 
