@@ -174,6 +174,9 @@ def test_what_was_added_passes_the_tests_that_were_added(changed: Path, shown: d
         "test_docs.py::test_reference_pages_are_generated",
     ]
     tests += ["levers/test_numbers.py::test_nothing_stays[thread switch interval]"]
+    tests += ["source_patch/test_forms.py::test_every_choice_of_a_script_has_a_form_or_a_reason"]
+    cases = ("test_there_is_a_case_for_every_check", "test_it_fires_on_a_fault[garbage-collected]")
+    tests += [f"diagnose/test_script_checks.py::{name}" for name in cases]
     tests += [f"models/test_every_model.py::{name}[highway]" for name in EVERY_MODEL]
     passed = run(changed, "-m", "pytest", "-p", "no:cacheprovider", *(f"tests/{name}" for name in tests))
     assert " passed" in passed

@@ -89,7 +89,7 @@ def wrong_directions(package: Path) -> list[str]:
             continue
         room = name.split(".")[1]
         if room not in ROOMS:
-            wrong.append(f"{name}: {room} is not a room of architecture.md")
+            wrong.append(f"{name}: {room} is not in ROOMS (and in the layout of CONTRIBUTING.md)")
             continue
         for target in imports(name, path, known):
             if target in OUTSIDE:
@@ -138,7 +138,11 @@ def test_no_import_cycles() -> None:
         ("machine/__init__.py", "from .. import plan", "flatout.machine imports flatout.plan, which is below it"),
         ("units.py", "import_module('flatout.plan')", "flatout.units imports flatout.plan, which is below it"),
         ("plan.py", "from flatout import Plan", "flatout.plan imports flatout; name the room instead"),
-        ("helpers.py", "", "flatout.helpers: helpers is not a room of architecture.md"),
+        (
+            "helpers.py",
+            "",
+            "flatout.helpers: helpers is not in ROOMS (and in the layout of CONTRIBUTING.md)",
+        ),
         ("cli/a.py", "from flatout import __version__\nimport os, torch\nfrom flatout.plan import Plan", None),
     ],
 )

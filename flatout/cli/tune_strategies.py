@@ -69,10 +69,13 @@ def tune_strategies(
     with signals_as_exits(), progress_line() as progress:
         found: ParallelChoice = choose_requested(request, progress)
     document = strategies_document(found, found.machine, include_private=include_private)
-    save_results(found.plan, document, out, plans=True, include_private=include_private)
+    save_results(found.plan, document, out, plans=found.chosen is not None, include_private=include_private)
     print(to_text(document) if json else strategies_text(found, found.machine, budget_option))
     if not json:
-        start = f"flatout launch --nproc-per-node {found.ranks}" if found.chosen else "python"
-        print(f"{'saved':<10}{out / PLAN_NAME}, {out / REPORT_NAME}      next: {start} YOUR_SCRIPT, with this plan")
+        if found.chosen is None:
+            print(f"{'saved':<10}{out / REPORT_NAME}, and no plan: nothing was added to that of one process")
+        else:
+            start = f"flatout launch --nproc-per-node {found.ranks} YOUR_SCRIPT, with this plan"
+            print(f"{'saved':<10}{out / PLAN_NAME}, {out / REPORT_NAME}      next: {start}")
     sys.stdout.flush()
     return 0

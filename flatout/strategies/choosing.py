@@ -56,6 +56,8 @@ LEAST_STEPS, MOST_STEPS = 8, 30
 """Of the proof."""
 STEP_OF_PROOF = 1.5
 """Times a plain step."""
+LEAST_PATIENCE_SECONDS, PATIENT_STARTS = 60.0, 5.0
+"""For a first step, and for all of what a process does besides: at least, and times what it usually takes."""
 USUAL_STEP_SECONDS = 0.1
 """Where one process does not fit, so that none was timed."""
 FEWER_THREADS_SHARE = 0.95
@@ -118,6 +120,8 @@ class _Choosing:
         self._trials: dict[str, StrategyTrial] = {}
         self._plans: dict[str, Plan] = {}
         self._start_seconds = USUAL_START_SECONDS
+        self._facts_seconds = 0.0
+        """Several times what one process took to find out what is known before; starting it is part of that."""
         self._open = contextlib.ExitStack()
         self._running: RunningTrial | None = None
         """The baseline's process."""
@@ -131,6 +135,7 @@ class _Choosing:
         request = self._request
         self._progress("one process: forecasts of memory, and the time of a step")
         self._facts = self._found_facts()
+        self._facts_seconds = PATIENT_STARTS * self._deadline.elapsed_seconds
         self._limit_bytes = self._most_bytes(request.ranks)
         self._progress("measuring what ranks exchange")
         self._predicted, exchange_seconds = self._predictions()
@@ -156,9 +161,13 @@ class _Choosing:
                     if name != baseline.plan.parallel:
                         self._try(name, baseline)
             try:
-                found = self._best(found, baseline)
+                with self._deadline.stage("the last comparison and the proof"):
+                    found = self._best(found, baseline)
             except BudgetSpent:
                 found = replace(found, reason="stopped before a strategy was proved")
+            for name in candidates:
+                if name not in self._trials:
+                    self._note(name, "not reached", "the search was stopped")
         return replace(
             found,
             trials=tuple(self._trials[name] for name in request.strategies if name in self._trials),
@@ -189,15 +198,16 @@ class _Choosing:
             ranks=request.ranks,
             memory_limit_bytes=self._most_bytes(1),
         )
-        self._run(told, folder)
+        with self._deadline.stage("what one process finds out"):
+            self._run(told, folder, max(LEAST_PATIENCE_SECONDS, self._deadline.seconds_left))
         return decode(TrainingFacts, json.loads((folder / FACTS).read_text(encoding="utf-8")))
 
     def _folder(self, name: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._setup.work_folder))
 
-    def _run(self, told: Told, folder: Path) -> None:
+    def _run(self, told: Told, folder: Path, most_seconds: float = math.inf) -> None:
         """Processes that do what they are told, to their end. Raises what they refuse with; ScriptError where they
-        fail."""
+        fail, or take longer than that."""
         told.write(folder)
         ranks = 1 if told.role == "facts" else told.ranks
         request = JobRequest(
@@ -208,15 +218,25 @@ class _Choosing:
             shared=tuple(str(path) for path in (folder, *self._setup.written)),
         )
         with RanksJob(folder, request) as job:
-            status = self._result_of(job)
+            status = self._result_of(job, most_seconds, told)
+            number = "one process" if ranks == 1 else f"{ranks} ranks"
             if status:
-                number = "one process" if ranks == 1 else f"{ranks} ranks"
                 what = f"{told.spec} failed in {number} (exit status {status})"
                 raise ScriptError(what, remedy=job.last_words)
+            if told.answer is not None and not (folder / told.answer).exists():
+                raise ScriptError(f"{told.spec} ended {number} without an error", limit="before it could be timed")
 
-    def _result_of(self, job: RanksJob) -> object:
-        """Raises BudgetSpent where it is not wanted any more."""
-        found = job.result(lambda: not self._deadline.stopped)
+    def _result_of(self, job: RanksJob, most_seconds: float = math.inf, told: Told | None = None) -> object:
+        """Raises BudgetSpent where it is not wanted any more, ScriptError where it takes longer than that."""
+        until = self._deadline.elapsed_seconds + most_seconds
+        found = job.result(lambda: not self._deadline.stopped and self._deadline.elapsed_seconds < until)
+        if found is None and not self._deadline.stopped and told is not None:
+            what = "what one process finds out took" if told.role == "facts" else "the steps of a proof took"
+            raise ScriptError(
+                f"{told.spec}: {what} more than {format_seconds(most_seconds)}",
+                limit=f"the budget is {format_seconds(self._deadline.budget_seconds)}",
+                remedy="allow more time: --budget (in Python: seconds=), if it does not hang",
+            )
         if found is None:
             raise BudgetSpent(self._deadline)
         return found
@@ -224,7 +244,8 @@ class _Choosing:
     def _most_bytes(self, ranks: int) -> int | None:
         """What one of so many ranks may take: of its own GPU, or its share of the host's memory; None: unknown."""
         if self._request.visible:
-            sizes = [gpu.memory_total_bytes for gpu in self._machine.usable_gpus[:ranks]]
+            gpus = self._machine.usable_gpus[:ranks]
+            sizes = [gpu.memory_free_bytes or gpu.memory_total_bytes for gpu in gpus]
             return min((size for size in sizes if size is not None), default=None)
         return self._machine.memory_available_bytes // ranks
 
@@ -250,11 +271,13 @@ class _Choosing:
             seconds=COLLECTIVES_SECONDS,
         )
         try:
-            with RanksJob(folder, request) as job:
-                found: Any = self._result_of(job)  # JSON
+            with self._deadline.stage("measuring collectives"), RanksJob(folder, request) as job:
+                found: Any = self._result_of(job, LEAST_PATIENCE_SECONDS)  # JSON
             return {name: [(size, seconds) for size, seconds in points] for name, points in found.items()}
         except BudgetSpent:
-            raise
+            if self._deadline.stopped:
+                raise
+            return {}
         except FlatoutError:
             return {}
 
@@ -266,7 +289,13 @@ class _Choosing:
         for name in self._request.strategies:
             memory = self._facts.memory.get(name, Memory(bytes=None))
             try:
-                self._plans[name] = planned_for(self._request.plan, name, self._request.ranks, self._facts.samples)
+                self._plans[name] = planned_for(
+                    self._request.plan,
+                    name,
+                    self._request.ranks,
+                    self._facts.samples,
+                    self._facts.rank_threads,
+                )
             except PlanError as error:
                 self._note(name, "refused", str(error))
                 continue
@@ -309,8 +338,16 @@ class _Choosing:
             spec=self._request.spec,
             plan=self._alone_plan if alone else self._plans[name],
             ranks=1 if alone else self._request.ranks,
-            step_seconds=self._facts.step_seconds,
+            step_seconds=self._step_seconds,
+            patience_seconds=max(LEAST_PATIENCE_SECONDS, PATIENT_STARTS * self._start_seconds, self._facts_seconds),
+            samples=self._facts.samples,
         )
+
+    @property
+    def _step_seconds(self) -> float | None:
+        """Of one process, as strategies are compared with it; None: it does not fit."""
+        fewer = self._alone_plan.threads is not None and self._request.plan.threads is None
+        return self._facts.rank_step_seconds if fewer else self._facts.step_seconds
 
     def _baseline(self, candidates: list[str]) -> Way | None:
         """One process, where it fits; else the first strategy that trains; None: none does."""
@@ -320,7 +357,10 @@ class _Choosing:
             way = self._way(name)
             try:
                 with way.started():
+                    self._note(name, "kept", f"the first that trains, as {ALONE} does not fit")
                     return way
+            except BudgetSpent:
+                raise
             except FlatoutError as error:
                 self._note_error(name, error)
         return None
@@ -334,7 +374,8 @@ class _Choosing:
             return
         self._progress(f"trying {name} · {format_seconds(left)} left")
         try:
-            pairing, peak_bytes = self._timed(baseline, self._way(name))
+            with self._deadline.stage(f"trying {name}"):
+                pairing, peak_bytes = self._timed(baseline, self._way(name))
         except BudgetSpent:
             raise
         except FlatoutError as error:
@@ -357,6 +398,8 @@ class _Choosing:
         """(one group of ranks against the baseline, peak of the tensors of a rank)"""
         pace = self._pace(max(LEAST_TRIAL_SECONDS, TRIAL_SHARE * self._deadline.seconds_left))
         if (turns := self._turns(baseline, way)) is not None:
+            self._open.close()
+            self._running = None
             sides = TwoWays(one=baseline, other=way)
             return compare_whole_runs(
                 sides.baseline, sides.candidate, turns, replace(turns.pace, seconds=pace.seconds)
@@ -382,8 +425,8 @@ class _Choosing:
         """Steps of the runs in which they take turns, where memory does not suffice for both at once; None where it
         does, or may."""
         memory = self._facts.memory
-        sizes = [memory[one.plan.parallel or ALONE].bytes for one in (baseline, way)]
-        one, several = (size or 0 for size in sizes)
+        alone = memory[ALONE].bytes or 0
+        one, several = (memory[each.plan.parallel or ALONE].bytes or alone // each.ranks for each in (baseline, way))
         if self._request.visible:
             both, limit = one + several, self._limit_bytes
         else:
@@ -395,7 +438,7 @@ class _Choosing:
         return FewSteps(steps=steps, compared=steps)
 
     def _pace(self, seconds: float) -> Pace:
-        return Pace.for_step(self._facts.step_seconds or USUAL_STEP_SECONDS, seconds=seconds)
+        return Pace.for_step(self._step_seconds or USUAL_STEP_SECONDS, seconds=seconds)
 
     @property
     def _pair_seconds(self) -> float:
@@ -403,16 +446,21 @@ class _Choosing:
         return (1 + GROUP_START) * self._start_seconds
 
     @property
+    def _windows_seconds(self) -> float:
+        """Of both sides, for the fewest pairs that can decide."""
+        return max(LEAST_TRIAL_SECONDS, self._pace(0.0).least_steps * (self._step_seconds or USUAL_STEP_SECONDS))
+
+    @property
     def _trial_seconds(self) -> float:
-        return GROUP_START * self._start_seconds + LEAST_TRIAL_SECONDS
+        return GROUP_START * self._start_seconds + self._windows_seconds
 
     @property
     def _end_seconds(self) -> float:
         """Of the last comparison and the shortest proof."""
-        return 2 * self._pair_seconds + LEAST_TRIAL_SECONDS + self._proof_seconds(LEAST_STEPS)
+        return 2 * self._pair_seconds + self._windows_seconds + self._proof_seconds(LEAST_STEPS)
 
     def _proof_seconds(self, steps: int) -> float:
-        step_seconds = STEP_OF_PROOF * (self._facts.step_seconds or 0.0)
+        step_seconds = STEP_OF_PROOF * (self._step_seconds or 0.0)
         return (1 + NUDGES + GROUP_START) * self._start_seconds + (2 + NUDGES) * steps * step_seconds
 
     def _enough_seconds(self) -> float | None:
@@ -425,7 +473,7 @@ class _Choosing:
 
     def _best(self, found: StrategiesFound, baseline: Way) -> StrategiesFound:
         """The fastest that holds in new processes and is proved."""
-        promising = [one for one in self._trials.values() if one.outcome == "kept"]
+        promising = [one for one in self._trials.values() if one.outcome == "kept" and one.comparison is not None]
         promising.sort(key=lambda one: -(one.comparison.ratio if one.comparison else 0.0))
         if self._deadline.stopped:
             raise BudgetSpent(self._deadline)
@@ -441,8 +489,8 @@ class _Choosing:
                 why = proof if isinstance(proof, str) else f"{proof.verdict}: {proof.reason}"
                 self._drop(trial, f"x{final.comparison.ratio:.2f} in new processes, but not proved: {why}")
                 continue
-            for other in promising:
-                if self._trials[other.strategy].outcome == "kept" and other is not trial:
+            for other in list(self._trials.values()):
+                if other.outcome == "kept" and other.strategy != name:
                     self._drop(other, f"slower than {name}")
             return self._chosen(found, name, final, proof)
         if baseline.ranks > 1:
@@ -452,7 +500,8 @@ class _Choosing:
     def _why_none(self) -> str:
         outcomes = {one.outcome for one in self._trials.values()}
         timed = [one for one in self._trials.values() if one.comparison is not None]
-        if timed and all(one.comparison is not None and one.comparison.verdict == "slower" for one in timed):
+        every = "not reached" not in outcomes
+        if timed and every and all(one.comparison and one.comparison.verdict == "slower" for one in timed):
             return "one process is faster here"
         if timed:
             return "one process: no strategy was shown to be faster and right"
@@ -482,14 +531,16 @@ class _Choosing:
         steps = max(LEAST_STEPS, min(MOST_STEPS, affordable))
         self._progress(f"proving that {name} trains as one process, over {steps} steps")
         request = self._request
+        patience = max(LEAST_PATIENCE_SECONDS, PATIENT_STARTS * (self._proof_seconds(steps) + self._start_seconds))
         try:
             return proved(
                 request.spec,
-                request.plan,
+                self._alone_plan,
                 self._plans[name],
                 request.ranks,
                 steps,
-                self._run,
+                self._facts.samples,
+                lambda told, folder: self._run(told, folder, patience),
                 self._setup.work_folder,
             )
         except BudgetSpent:

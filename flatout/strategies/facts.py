@@ -73,15 +73,20 @@ class TrainingFacts:
         return asdict(self)
 
 
-def planned_for(plan: Plan, strategy: str, ranks: int, samples: int | None) -> Plan:
-    """The plan with this strategy, and with what it needs. PlanError where they do not go together."""
+def planned_for(plan: Plan, strategy: str, ranks: int, samples: int | None, rank_threads: int | None = None) -> Plan:
+    """The plan with this strategy, and with what it needs. PlanError where they do not go together.
+
+    rank_threads: the most that a rank may have; those of one process would be too many.
+    """
+    if rank_threads is not None and (plan.threads or 0) > rank_threads:
+        plan = plan.without("threads")
     choices: dict[str, ChoiceValue] = {"parallel": strategy}
     if strategy == "pipeline" and (plan.micro_batches or 1) < ranks:
         parts = [ranks * each for each in MICRO_BATCHES_A_RANK]
         choices["micro_batches"] = next((count for count in parts if samples is None or count <= samples), parts[-1])
     for name, value in choices.items():
         plan = plan.with_choice(name, value, "")
-    return plan.part_for("step")
+    return plan
 
 
 def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> TrainingFacts:
@@ -93,7 +98,9 @@ def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> Trai
     except UsageError:
         samples = None
     memory = {ALONE: _forecast(step, batch)}
-    memory |= {name: _of_rank(spec, plan, name, ranks, samples) for name in STRATEGIES}
+    for name in STRATEGIES:
+        step, memory[name] = _of_rank(step, batch, plan, name, ranks, samples)
+    step = step.with_plan(plan)
     model, blocks = step.model, repeated_blocks(step.model)
     found = TrainingFacts(
         model=type(model).__name__,
@@ -114,14 +121,17 @@ def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> Trai
     return replace(found, step_seconds=own, rank_step_seconds=of_rank, threads=usual, rank_threads=of_a_rank)
 
 
-def _of_rank(spec: str, plan: Plan, strategy: str, ranks: int, samples: int | None) -> Memory:
+def _of_rank(
+    step: TrainStep, batch: object, plan: Plan, strategy: str, ranks: int, samples: int | None
+) -> tuple[TrainStep, Memory]:
+    """(the step to go on with, the forecast of one rank). What the user's function made is made once."""
     if strategy not in FORECAST_RANKS:
-        return Memory(bytes=None, reason=f"there are forecasts for {', '.join(FORECAST_RANKS)} alone")
+        return step, Memory(bytes=None, reason=f"there are forecasts for {', '.join(FORECAST_RANKS)} alone")
     try:
-        step, batches = training_of(spec, planned_for(plan, strategy, ranks, samples))
-        return _forecast(step, next(iter(batches)), ranks)
+        step = step.with_plan(planned_for(plan, strategy, ranks, samples))
     except FlatoutError as error:
-        return Memory(bytes=None, reason=error.what)
+        return step, Memory(bytes=None, reason=error.what)
+    return step, _forecast(step, batch, ranks)
 
 
 def _forecast(step: TrainStep, batch: object, ranks: int | None = None) -> Memory:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flatout.plan import Plan
 from flatout.statistics import Comparison
-from flatout.strategies.facts import TrainingFacts
+from flatout.strategies.facts import ALONE, TrainingFacts
 from flatout.strategies.prediction import Predicted
 
 Outcome = Literal["kept", "dropped", "refused", "failed", "not reached"]
@@ -89,7 +89,8 @@ class StrategiesFound:
     @property
     def speedup(self) -> float | None:
         """Of the chosen strategy over one process; None: none was chosen, or one process does not fit."""
-        return self.comparison.ratio if self.chosen is not None and self.comparison is not None else None
+        known = self.chosen is not None and self.comparison is not None and self.baseline == ALONE
+        return self.comparison.ratio if known and self.comparison is not None else None
 
     def to_json(self) -> dict[str, object]:
         parts: Mapping[str, object] = {

@@ -10,6 +10,7 @@ step, batches = training_of("train.py:make", flatout.Plan(parallel="ddp"))
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,8 @@ from flatout.plan import Plan
 from flatout.train.step import TrainStep
 
 SEED = 0
-"""All generators are set to it before the function is called, so that every process makes the same."""
+"""All generators are set to it before the file is read, and before the function is called: every process makes the
+same."""
 LIMIT = "it is called with a plan, and returns a TrainStep made with it and its batches"
 REMEDY = "return flatout.TrainStep(model, optimizer, loss_fn, plan), flatout.batches(data, 64, plan)"
 
@@ -35,13 +37,11 @@ def training_of(spec: str, plan: Plan) -> tuple[TrainStep, Iterable[object]]:
     Runs the user's code. UsageError: there is no such function, it fails (with the user's line), or it returns
     something else.
     """
+    _seed_generators()  # data are often made where the file is read
     function = load_object(spec, "training")
     if not callable(function) or isinstance(function, torch.nn.Module):
         raise UsageError(f"{spec} is {type(function).__name__}", limit=LIMIT, remedy=REMEDY)
-    random.seed(SEED)
-    torch.manual_seed(SEED)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(SEED)
+    _seed_generators()
     made = _called(cast("Callable[[Plan], object]", function), spec, plan)
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], TrainStep):
         raise UsageError(f"{spec} returned {_named(made)}", limit=LIMIT, remedy=REMEDY)
@@ -72,14 +72,24 @@ def endless(batches: Iterable[object], spec: str) -> Iterator[object]:
             )
 
 
+def _seed_generators() -> None:
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
+
+
 def _called(function: Callable[[Plan], object], spec: str, plan: Plan) -> object:
+    folder = os.getcwd()
     try:
         return function(plan)
     except FlatoutError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = user_line(error)
         raise UsageError(f"{spec} failed: {describe_error(error)}", limit=f"at {where}" if where else LIMIT) from error
+    finally:
+        os.chdir(folder)  # where the command was started, as far as Flatout is concerned
 
 
 def _named(made: object) -> str:

@@ -1,8 +1,8 @@
 """Do ranks train as one process? The same steps in both, compared with what one rounding error makes of them.
 
-Losses of each step and the weights after the last one. Ranks add up in another order, which rounds differently in every
-step; so the limit is a small multiple of what a change of every weight by one rounding error, before the first step,
-makes of a run of one process.
+Losses of each step, and all weights and buffers after the last one. Ranks add up in another order, which rounds
+differently in every step; so the limit is a small multiple of what a change of every weight by one rounding error,
+before the first step, makes of a run of one process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ MOST = 3.0
 FLOOR = 1e-6
 """Differences below that, relative, are rounding whatever the runs from nudged weights show."""
 ROUNDING, ROUNDING_16_BITS = 2.0**-23, 2.0**-8
+MOST_ROUNDING = 0.1
+"""Of the largest loss or weight: where one rounding error makes more than that, nothing can be told apart."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,13 @@ def proved(
     strategy_plan: Plan,
     ranks: int,
     steps: int,
+    samples: int | None,
     start: Start,
     work_folder: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> StrategyProof:
-    """plan: of one process. Raises what `start` raises."""
-    alone = Told(spec=spec, plan=plan.to_toml(), role="record", ranks=1, steps=steps)
+    """plan: of one process. samples: in one of its batches. Raises what `start` raises."""
+    alone = Told(spec=spec, plan=plan.to_toml(), role="record", ranks=1, steps=steps, samples=samples)
     size = ROUNDING if plan.precision in (None, "fp32") and strategy_plan.fsdp_dtype is None else ROUNDING_16_BITS
 
     def run(told: Told) -> Run:
@@ -85,6 +88,9 @@ def judged(plain: Run, nudged: list[Run], shared: Run) -> StrategyProof:
     )
     if not all(_is_finite(one) for one in (loss_floor, weight_floor)):
         return replace(proof, verdict="not comparable", reason="its numbers become infinite or NaN in one process")
+    if max(loss_floor, weight_floor) > MOST_ROUNDING:
+        why = f"one rounding error changes losses by {loss_floor:.0%} and weights by {weight_floor:.0%}"
+        return replace(proof, verdict="not comparable", reason=why)
     for name, found, floor in (("losses", loss, loss_floor), ("weights", weight, weight_floor)):
         limit = max(MOST * floor, FLOOR)
         if not found <= limit:

@@ -36,16 +36,21 @@ class Way:
     """1: one process."""
     step_seconds: float | None
     """Decides when a trial counts as hanging; None: unknown."""
+    patience_seconds: float
+    """For the first step."""
+    samples: int | None = None
+    """In a batch of one process; None: unknown."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningTrial]:
         """At the end of its first step. Raises RanksRefused where the strategy, or the user's function, refuses."""
         label = self.plan.parallel or "one-process"
         folder = Path(tempfile.mkdtemp(prefix=f"{label}-told-", dir=self.setup.work_folder))
-        Told(spec=self.spec, plan=self.plan.to_toml(), role="train", ranks=self.ranks).write(folder)
+        told = Told(spec=self.spec, plan=self.plan.to_toml(), role="train", ranks=self.ranks, samples=self.samples)
+        told.write(folder)
         with self._trial(folder, label) as trial:
             try:
-                trial.start()
+                trial.start(self.patience_seconds)
             except TrialEnded as end:
                 raise refused(folder) or end from None
             trial.expected_step_seconds = self.step_seconds

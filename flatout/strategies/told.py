@@ -30,8 +30,10 @@ class Told:
     steps: int = 0
     """That are recorded."""
     nudge: float = 0.0
-    """Relative size of the random change of every weight before the first step; 0: none."""
+    """Relative size of the random change of every weight before the first step, at least its dtype's; 0: none."""
     nudge_seed: int = 0
+    samples: int | None = None
+    """In a batch of one process, of which a rank of ddp, zero1 or fsdp takes a share; None: unknown."""
     memory_limit_bytes: int | None = None
     """What one process may take; None: unknown. Where a forecast is above it, no step is run to find out its time."""
 
@@ -41,6 +43,11 @@ class Told:
 
     def write(self, folder: Path) -> None:
         (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @property
+    def answer(self) -> str | None:
+        """What it leaves; None: it trains until it is ended."""
+        return {"facts": FACTS, "record": WEIGHTS}.get(self.role)
 
     def planned(self) -> Plan:
         return Plan.from_toml(self.plan)

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from flatout import environment
-from flatout.errors import FlatoutError, MachineError
+from flatout.data.nested import batch_length
+from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.machine.ranks import joined, joined_rank, joined_ranks
 from flatout.parallel.whole_tensors import whole
 from flatout.script.replicas.recorded import dropout_left_out
@@ -22,6 +23,10 @@ from flatout.script.replicas.refusal import Refusals
 from flatout.strategies.facts import facts_of
 from flatout.strategies.made import endless, training_of
 from flatout.strategies.told import FACTS, LOSSES, WEIGHTS, Role, Told
+from flatout.train.step import TrainStep
+
+SHARED = ("ddp", "zero1", "fsdp")
+"""Strategies under which each rank takes its share of a batch."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
 def _train(told: Told, folder: Path) -> None:
     step, batches = training_of(told.spec, told.planned())
     for batch in endless(batches, told.spec):
+        if not step.steps:
+            _check_share(batch, told)
         step(batch)
 
 
@@ -49,12 +56,19 @@ def _record(told: Told, folder: Path) -> None:
     step, batches = training_of(told.spec, told.planned())
     if told.nudge:
         _nudge(step.model, told.nudge, told.nudge_seed)
+    losses: list[float] = []
     with dropout_left_out(torch):
-        losses = [_mean(step(batch)) for batch in itertools.islice(endless(batches, told.spec), told.steps)]
+        for batch in itertools.islice(endless(batches, told.spec), told.steps):
+            if not losses:
+                _check_share(batch, told)
+            losses.append(_of_all_ranks(step(batch), summed=_sums(step, batch) and told.planned().parallel in SHARED))
     step.finish()
-    names = [name for name, _ in step.model.named_parameters()]
     state = step.model.state_dict()  # whole tensors where ranks have parts of their own; a collective
-    weights = {name: whole(state[name]).detach().cpu() for name in names if name in state}
+    weights = {
+        name: whole(value).detach().cpu().clone()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
     if joined_rank() == 0:
         (folder / LOSSES).write_text(json.dumps(losses), encoding="utf-8")
         torch.save(weights, folder / WEIGHTS)
@@ -66,21 +80,43 @@ def _facts(told: Told, folder: Path) -> None:
 
 
 def _nudge(model: torch.nn.Module, size: float, seed: int) -> None:
-    """Each weight up or down by its share."""
+    """Each weight up or down by this share, or by the least that its dtype can hold."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for one in model.parameters():
             signs = torch.randint(0, 2, one.shape, generator=generator) * 2 - 1
-            one.mul_(1 + size * signs.to(one.device))
+            if one.is_floating_point():
+                one.mul_(1 + max(size, torch.finfo(one.dtype).eps) * signs.to(one.device, one.dtype))
 
 
-def _mean(loss: torch.Tensor) -> float:
-    """Over the ranks: that of the whole batch."""
+def _sums(step: TrainStep, batch: object) -> bool:
+    """Is the loss a sum over the batch? A rank then has its part of it."""
+    return step.count_terms is not batch_length and step.count_terms(batch) is None
+
+
+def _of_all_ranks(loss: torch.Tensor, *, summed: bool) -> float:
+    """That of the whole batch: the mean over the ranks, or the sum."""
     if not joined():
         return float(loss)
     loss = loss.clone()
     torch.distributed.all_reduce(loss)
-    return float(loss) / joined_ranks()
+    return float(loss) if summed else float(loss) / joined_ranks()
+
+
+def _check_share(batch: object, told: Told) -> None:
+    """UsageError where a rank that is to train on its share of a batch has the whole batch."""
+    if told.samples is None or told.ranks == 1 or told.samples < told.ranks or told.planned().parallel not in SHARED:
+        return
+    try:
+        samples = batch_length(batch)
+    except UsageError:
+        return
+    if samples >= told.samples:
+        raise UsageError(
+            f"a rank has a batch of {samples} samples",
+            limit=f"a batch has {told.samples} in one process, and {told.planned().parallel} gives each rank its share",
+            remedy="make the batches with flatout.batches(data, batch_size, plan)",
+        )
 
 
 if __name__ == "__main__":

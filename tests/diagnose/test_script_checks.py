@@ -791,7 +791,7 @@ def check_of(name: str) -> Check:
 
 
 def test_there_is_a_case_for_every_check() -> None:
-    assert {one.name for one in CHECKS} == set(CASES)
+    assert {one.name for one in CHECKS} == set(CASES), "each check needs a case here that fires and one that does not"
     assert len({one.name for one in CHECKS}) == len(CHECKS) >= 40
 
 

@@ -67,7 +67,8 @@ if __name__ == "__main__":
 
 
 def test_every_choice_of_a_script_has_a_form_or_a_reason() -> None:
-    assert {*FORMS, *WITHOUT_FORM} == {name for name, one in declared().items() if "script" in one.scopes}
+    choices = {name for name, one in declared().items() if "script" in one.scopes}
+    assert {*FORMS, *WITHOUT_FORM} == choices, "flatout/source_patch/forms.py: each is in FORMS or WITHOUT_FORM"
     assert not {*FORMS} & {*WITHOUT_FORM}
 
 

@@ -248,6 +248,8 @@ def test_where_one_process_does_not_fit_the_first_strategy_takes_its_place(choos
     found = choose({**ALL, "fsdp": 1.4}, facts=large, tried=tried)
     assert {baseline for baseline, _ in tried} == {"ddp"}
     assert (found.baseline, found.chosen, found.proof, found.plan.speedup) == ("ddp", "fsdp", None, None)
+    assert found.speedup is None
+    assert found.trials[0].reason == "slower than fsdp"
     assert "one process does not fit" in found.plan.reasons["parallel"]
     alone = choose(dict.fromkeys(STRATEGIES, 0.8), facts=large)
     assert alone.chosen == "ddp"
@@ -266,7 +268,10 @@ def test_without_time_nothing_is_claimed(choose: Choose) -> None:
 
 def test_the_end_of_the_budget_keeps_what_was_tried(choose: Choose) -> None:
     found = choose({**ALL, "ddp": BudgetSpent(None)})
-    assert outcomes(found) == {"fsdp": "dropped"}
+    assert outcomes(found) == {
+        "fsdp": "dropped",
+        **dict.fromkeys(("ddp", "zero1", "tensor", "pipeline"), "not reached"),
+    }
 
 
 # the proof
@@ -291,6 +296,15 @@ def test_ranks_train_as_one_process_within_a_small_multiple_of_rounding() -> Non
 def test_a_difference_below_all_rounding_is_none() -> None:
     plain = run([2.0, 1.0], 0.5)
     assert judged(plain, [plain], run([2.0, 1.0 + 1e-7], 0.5)).verdict == "equal to rounding"
+
+
+def test_a_training_that_one_rounding_error_changes_proves_nothing() -> None:
+    plain, nudged = run([2.0, 1.0], 0.5), run([2.0, 1.5], 0.5)
+    found = judged(plain, [nudged], plain)
+    assert (found.verdict, found.reason) == (
+        "not comparable",
+        "one rounding error changes losses by 25% and weights by 0%",
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -56,6 +56,7 @@ def test_step_and_batches_are_made_for_the_plan_from_one_seed(tmp_path: Path) ->
             "def make(plan):\n    return 1 / 0",
             r"failed: ZeroDivisionError: division by zero; at .*, line 11: return 1 / 0",
         ),
+        ("def make(plan):\n    raise SystemExit(0)", "failed: SystemExit: 0; at "),
         ("def other(plan):\n    pass", "make"),
     ],
 )
@@ -70,6 +71,12 @@ def test_what_the_step_refuses_is_said_as_it_is(tmp_path: Path) -> None:
         made(tmp_path, body)
 
 
+def test_the_working_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path, "import os\ndef make(plan):\n    os.chdir('/')\n    return step_of(plan), [DATA]\n")
+    assert Path.cwd() == tmp_path
+
+
 def test_a_generator_that_is_used_up_is_named() -> None:
     stream = endless((number for number in range(2)), "net.py:make")
     assert [next(stream), next(stream)] == [0, 1]
@@ -82,5 +89,8 @@ def test_a_pipeline_gets_as_many_parts_as_its_batch_allows() -> None:
     assert planned_for(Plan(), "pipeline", 2, 5).micro_batches == 4
     assert planned_for(Plan(micro_batches=6), "pipeline", 2, 64).micro_batches == 6
     assert planned_for(Plan(precision="bf16"), "fsdp", 2, 64).choices() == {"precision": "bf16", "parallel": "fsdp"}
+    loading = Plan(loader_workers=2, threads=2)
+    assert planned_for(loading, "ddp", 2, 64, 1).choices() == {"loader_workers": 2, "parallel": "ddp"}
+    assert planned_for(loading, "ddp", 2, 64, 2).threads == 2
     with pytest.raises(PlanError):
         planned_for(Plan(optimizer_in_backward=True), "pipeline", 2, 64)

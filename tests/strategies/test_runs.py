@@ -29,6 +29,12 @@ def make(plan):
 """
 
 
+@pytest.fixture(autouse=True)
+def _one_nudge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a process more."""
+    monkeypatch.setattr("flatout.strategies.proving.NUDGES", 1)
+
+
 @pytest.mark.slow
 def test_every_strategy_is_proved_to_train_as_one_process(tmp_path: Path) -> None:
     """Dropout is in the model, and left out on both sides."""
@@ -47,6 +53,58 @@ def test_every_strategy_is_proved_to_train_as_one_process(tmp_path: Path) -> Non
             proof = choosing._proof(name)
             verdicts[name] = proof if isinstance(proof, str) else proof.verdict
     assert verdicts == dict.fromkeys(STRATEGIES, "equal to rounding")
+
+
+OTHERS = """
+import torch, flatout
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+X, Y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+def step_of(model, plan, reduction="mean", **more):
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]).float(), batch[1], reduction=reduction)
+    return flatout.TrainStep(model, torch.optim.AdamW(model.parameters(), 1e-3), loss_fn, plan, **more)
+def data(plan):
+    return flatout.batches((X, Y), 16, plan, seed=0)
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+class Averaging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("mean", torch.zeros(8))
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.inner(x)
+def sums(plan):
+    return step_of(net(), plan, "sum", count_terms=lambda batch: None), data(plan)
+def averages(plan):
+    return step_of(Averaging(), plan), data(plan)
+def whole_batches(plan):
+    return step_of(net(), plan), DataLoader(TensorDataset(X, Y), 16)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("sums", "equal to rounding"),
+        ("averages", "different: weights differ by"),  # the buffer is that of rank 0's share
+        ("whole_batches", "a rank has a batch of 16 samples; a batch has 16 in one process, and ddp gives each rank"),
+    ],
+)
+def test_what_two_ranks_do_otherwise_is_found(tmp_path: Path, name: str, verdict: str) -> None:
+    (tmp_path / "others.py").write_text(OTHERS)
+    request = StrategiesRequest(spec=f"{tmp_path / 'others.py'}:{name}", ranks=2, plan=Plan(), budget_seconds=600)
+    with work_folder() as folder:
+        setup = TrialSetup(target=trainer(folder), work_folder=folder)
+        choosing = _Choosing(request, detect(), setup, Deadline(600), lambda text: None)
+        choosing._facts = choosing._found_facts()
+        choosing._plans["ddp"] = planned_for(Plan(), "ddp", 2, 16)
+        proof = choosing._proof("ddp")
+    assert (proof if isinstance(proof, str) else f"{proof.verdict}: {proof.reason}").startswith(verdict)
 
 
 @pytest.mark.slow
