@@ -85,3 +85,9 @@ def _filtered(traceback: TracebackType | None) -> TracebackType | None:
 
 def _of_import(traceback: TracebackType) -> bool:
     return traceback.tb_frame.f_code.co_filename.startswith(_IMPORT_MACHINERY)
+
+
+def within(place: str, folder: str) -> str:
+    """A file, or a line of one, relative to the folder where it is in there."""
+    start = folder.rstrip(os.sep) + os.sep
+    return place.removeprefix(start) if folder and place.startswith(start) else place

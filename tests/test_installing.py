@@ -118,7 +118,7 @@ def test_a_broken_environment_is_made_anew(checkout: Checkout, broken: str) -> N
         (bin_folder / "python").symlink_to("/absent/python")
     done = checkout.install()
     assert done.returncode == 0, done.stderr
-    assert "is broken: it is made anew" in done.stdout
+    assert "is broken: it is created again" in done.stdout
     assert (checkout.folder / ".venv" / "installed").exists()
 
 

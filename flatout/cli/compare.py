@@ -17,7 +17,7 @@ _SIDE = "a file, a folder of files or a quoted pattern ('runs/base-*.json')"
 
 def compare(
     a: Annotated[str, typer.Argument(metavar="BASELINE", help=f"What `flatout run` wrote first: {_SIDE}.")],
-    b: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What it wrote after a change, likewise.")],
+    b: Annotated[str, typer.Argument(metavar="CANDIDATE", help="The same, after a change.")],
     fail_if: Annotated[
         Literal["slower"] | None,
         typer.Option("--fail-if", help="Be a gate: exit with 3 if the candidate is slower by more than --threshold."),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flatout.diagnose.finding import SourceLine
 from flatout.infer.user_lines import is_users
-from flatout.script.source_facts import short_name
+from flatout.tracebacks import within
 
 MOVES = ("to", "cuda", "cpu", "type_as")
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -107,7 +107,7 @@ def class_source(kind: type, folder: str) -> ClassSource | None:
     trees = [one for one in found if isinstance(one, ast.ClassDef)]
     if len(trees) != 1:  # defined twice, as under an `if`
         return None
-    return ClassSource(path=path, file=short_name(path, folder), tree=trees[0], lines=tuple(lines))
+    return ClassSource(path=path, file=within(path, folder), tree=trees[0], lines=tuple(lines))
 
 
 def _is_name(node: ast.expr, name: str) -> bool:

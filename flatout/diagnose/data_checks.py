@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.check import Seen, check, slowest_lines, where
 from flatout.diagnose.facts import Facts
 from flatout.levers.observed import LoaderSeen
-from flatout.script.behaviour_seen import LineTime, SourceLine
+from flatout.script.behaviour_seen import SourceLine
 from flatout.units import format_seconds
 
 RUN_SHARE_LIMIT, DATA_SHARE_LIMIT = 0.15, 0.33
@@ -104,7 +104,7 @@ def slow_transform(facts: Facts) -> Seen | None:
     return Seen(
         title=f"making samples takes {format_seconds(cost)} a step",
         evidence=f"of the time in the loader, {seconds / (seconds + rest):.0%} was in the script's own lines: "
-        + _said(own),
+        + slowest_lines(own),
         remedy="do it once for all samples before training, on whole batches, or in loader workers (num_workers=2)",
         cost_seconds=cost,
         cost_share=facts.share(cost),
@@ -231,7 +231,3 @@ def _loaders(facts: Facts) -> tuple[SourceLine, ...]:
 def _loading_lines(facts: Facts) -> list[SourceLine]:
     times = facts.behaviour.times if facts.behaviour is not None else ()
     return [one.line for one in times if one.activity in ("transform", "loader")][:3]
-
-
-def _said(times: list[LineTime]) -> str:
-    return ", ".join(f"{one.line[0]}:{one.line[1]} {format_seconds(one.seconds)} a step" for one in times[:3])

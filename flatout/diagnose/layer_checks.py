@@ -56,7 +56,7 @@ def channels_last_missing(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="cuDNN searches its algorithms anew for each of many input shapes.",
+    means="cuDNN searches its algorithms again for each of many input shapes.",
     needs="on a GPU, cudnn.benchmark is on and the inputs of one model had at least 4 shapes at one line in the window",
     if_wrong="the algorithms chosen by rule may be slower than those found by search",
 )

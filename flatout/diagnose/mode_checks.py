@@ -108,7 +108,7 @@ def modules_made_in_forward(facts: Facts) -> Seen | None:
     times = [one for one in seen.times if one.line[:2] in {other.line[:2] for other in made}]
     seconds = sum(one.seconds for one in times)
     return Seen(
-        title=f"{made[0].kind} is made anew in every forward pass",
+        title=f"{made[0].kind} is created in every forward pass",
         evidence="; ".join(f"{one.line[0]}:{one.line[1]}: {one.made} in {one.steps} steps" for one in made[:3])
         + "; no optimizer has their weights",
         remedy="make it in __init__",

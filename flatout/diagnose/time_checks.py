@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.check import Seen, check, slowest_lines, where
 from flatout.diagnose.facts import Facts
 from flatout.script.behaviour_seen import LineTime
 from flatout.script.source_facts import Kind
@@ -135,7 +135,7 @@ def _own_python(facts: Facts) -> Seen | None:
     ordered = sorted(lines.values(), key=lambda item: -item[1])
     return Seen(
         title=f"the script's own Python takes {cost / whole:.0%} of the time",
-        evidence=_said([one for one, _ in ordered]),
+        evidence=slowest_lines([one for one, _ in ordered]),
         remedy="compute with tensors instead of loops over numbers, or do it less often",
         cost_seconds=cost,
         cost_share=cost / whole,
@@ -175,7 +175,7 @@ def _spent(facts: Facts, kind: Kind, what: str, remedy: str) -> Seen | None:
         return None
     return Seen(
         title=f"{what} takes {cost / whole:.0%} of the time",
-        evidence=_said(times) + "; on average, with what happens between steps",
+        evidence=slowest_lines(times) + "; on average, with what happens between steps",
         remedy=remedy,
         cost_seconds=cost,
         cost_share=cost / whole,
@@ -190,7 +190,3 @@ def _kind(facts: Facts, one: LineTime) -> str:
         return one.activity
     kind = facts.source.kind_of(one.line)
     return kind if one.activity == "script" or kind in ("plotting", "logging") else "disk"
-
-
-def _said(times: list[LineTime]) -> str:
-    return ", ".join(f"{one.line[0]}:{one.line[1]} {format_seconds(one.seconds)} a step" for one in times[:3])

@@ -137,7 +137,7 @@ def preflight(request: Launch, *, seconds: float = SECONDS, tell: Tell = say_not
             raise MachineError(
                 f"the ranks of the preflight ended with exit code {status}",
                 limit="they measure to the end, and say above why they did not",
-                remedy="fix that first: the job would fail likewise",
+                remedy="fix that first: the job would fail in the same way",
             )
         return judged(decode(Timings, json.loads(out.read_text(encoding="utf-8"))))
 

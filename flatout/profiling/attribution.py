@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from flatout.profiling.operator_classes import operator_class
 from flatout.profiling.profile import KernelRow, LineRow, ModuleRow, OperatorRow, Phase, WaitRow
 from flatout.profiling.recorded_events import Event, Kernel, Recording
 from flatout.profiling.waits import Wait, cost_of, waits_in
+from flatout.tracebacks import within
 
 if TYPE_CHECKING:
     from flatout.profiling.following import FollowedModule, FollowedOperator, Origin
@@ -200,7 +200,7 @@ class _Attribution:
                 where = _Where(phase="communication", origin=where.origin, dtype=where.dtype)
             place, module = "", ""
             if where.origin is not None:
-                place, module = short_place(where.origin.line, self._folder), where.origin.module
+                place, module = within(where.origin.line, self._folder), where.origin.module
             shapes = " ".join(str(list(shape)) for shape in event.shapes) if name == event.name else ""
             key = name, shapes[:200], where.dtype, where.phase, module, place, bool(self._device[number])
             sums.setdefault(key, _Sums()).add(host, device, where.flops, where.size_bytes)
@@ -274,7 +274,7 @@ class _Attribution:
         for one in waits:
             number = self._operator_around(one)
             where = self._where[number] if number is not None else None
-            line = short_place(where.origin.line, self._folder) if where is not None and where.origin else ""
+            line = within(where.origin.line, self._folder) if where is not None and where.origin else ""
             operator = self._events[number].name if number is not None else ""
             sums.setdefault((operator, line), []).append(one.seconds)
         rows = [
@@ -391,12 +391,6 @@ def modules_of(operators: Sequence[OperatorRow], modules: Mapping[str, FollowedM
         )
         for path in sorted(modules, key=place)
     )
-
-
-def short_place(place: str, folder: str) -> str:
-    """Relative to the folder, where it is in there."""
-    start = folder.rstrip(os.sep) + os.sep
-    return place.removeprefix(start) if folder and place.startswith(start) else place
 
 
 def _bounded(rows: list[OperatorRow]) -> tuple[OperatorRow, ...]:

@@ -24,7 +24,6 @@ from flatout.profiling.attribution import (
     lines_of,
     modules_of,
     replays_graphs,
-    short_place,
 )
 from flatout.profiling.collectives import communication
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
@@ -34,6 +33,7 @@ from flatout.profiling.recorded_events import DISTURBED, Links, Recording, links
 from flatout.replaced import replaced
 from flatout.torch_private.attributes import PROFILER_STARTS
 from flatout.torch_private.dispatch import profiler_is_on
+from flatout.tracebacks import within
 
 MOST_OPERATORS_PROFILED = 20_000
 """In one window: the profiler keeps several events for each, of about a kilobyte, and reads them slowly."""
@@ -294,4 +294,4 @@ class Windows:
 
     def _functions(self) -> dict[str, str]:
         operators = self.follower.operators if self.follower is not None else []
-        return {short_place(one.origin.line, self.folder): one.origin.function for one in operators if one.origin.line}
+        return {within(one.origin.line, self.folder): one.origin.function for one in operators if one.origin.line}

@@ -141,9 +141,9 @@ def proof_lines(proof: Proof | None) -> list[str]:
     lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
     seen = []
     if proof.loss_difference is not None:
-        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
+        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {floor_text(proof.loss_floor)})")
     if proof.gradient_difference is not None:
-        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
+        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({floor_text(proof.gradient_floor)})")
     if seen:
         lines.append("  largest relative differences from the same state: " + ", ".join(seen))
     return lines + list(proof.notes)
@@ -158,7 +158,7 @@ def _horizon(proof: Proof) -> str:
     return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
 
 
-def _floor(value: float | None) -> str:
+def floor_text(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1e}"
 
 

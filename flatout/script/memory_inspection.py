@@ -22,7 +22,7 @@ from flatout.memory.leaks import Growth, Leak, grows_steadily, growths
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, identity
 from flatout.memory.use import use_of
-from flatout.tracebacks import is_users_file
+from flatout.tracebacks import is_users_file, within
 
 _JOINS = ("cat", "stack", "pad", "resize")
 
@@ -225,7 +225,7 @@ class Inspection:
             type_name=found.type_name if found is not None else "",
             entries=entries,
             entries_per_step=grown,
-            line=f"{short(file)}:{line}" if line else "",
+            line=f"{within(file, os.getcwd())}:{line}" if line else "",
             source=linecache.getline(file, line).strip() if line else "",
             bytes_per_step=sum(growth.bytes_per_step for growth in suspect.growths),
             tensors_per_step=tensors,
@@ -241,7 +241,7 @@ class Inspection:
         if not found.bound and suspect.lines.shrinks:
             line = suspect.lines.shrinks[0]
             text = linecache.getline(suspect.file, line).strip()
-            return f"the script also removes from it: {short(suspect.file)}:{line}  {text}"
+            return f"the script also removes from it: {within(suspect.file, os.getcwd())}:{line}  {text}"
         return found.bound
 
     def _release(self) -> None:
@@ -255,15 +255,9 @@ class Inspection:
                 suspect.found = replace(suspect.found, owner=None)
 
 
-def short(place: str) -> str:
-    """The path relative to the working directory."""
-    here = os.getcwd() + "/"
-    return place.removeprefix(here) if place.startswith(here) else place
-
-
 def _shortened(timeline: Timeline) -> Timeline:
     for one in timeline.allocations:
-        one.line = short(one.line)
+        one.line = within(one.line, os.getcwd())
     return timeline
 
 

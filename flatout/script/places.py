@@ -8,8 +8,7 @@ import sys
 from types import FrameType
 
 from flatout.script.behaviour_seen import SourceLine
-from flatout.script.source_facts import short_name
-from flatout.tracebacks import is_users_file
+from flatout.tracebacks import is_users_file, within
 
 UNKNOWN: SourceLine = ("", 0, "")
 
@@ -60,4 +59,4 @@ class Places:
         file, number = place
         if not number:
             return UNKNOWN
-        return (short_name(os.path.realpath(file), self.folder), number, linecache.getline(file, number).strip()[:200])
+        return (within(os.path.realpath(file), self.folder), number, linecache.getline(file, number).strip()[:200])

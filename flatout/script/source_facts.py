@@ -10,7 +10,6 @@ cleared, whether a loss is divided anywhere.
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from flatout.decoding import decode
 from flatout.script.behaviour_seen import SourceLine
 from flatout.script.layer_source import layer_of_torch
 from flatout.script.scheduler_source import first_in_epochs, optimizers_of, unused_schedulers
+from flatout.tracebacks import within
 
 MOST_FILES = 64
 MOST_FILE_BYTES = 2 << 20
@@ -195,16 +195,10 @@ def read_source(files: Iterable[str], folder: str) -> SourceFacts:
         path = Path(file)
         try:
             if path.stat().st_size <= MOST_FILE_BYTES:
-                texts[short_name(str(path), folder)] = path.read_text(encoding="utf-8", errors="replace")
+                texts[within(str(path), folder)] = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
     return SourceFacts.of(texts)
-
-
-def short_name(file: str, folder: str) -> str:
-    """Relative to the folder where it is in there."""
-    start = folder.rstrip(os.sep) + os.sep
-    return file.removeprefix(start) if folder and file.startswith(start) else file
 
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)

@@ -15,7 +15,7 @@ from typing import Literal
 from flatout.notebook_tables import ShownAsText
 from flatout.sequential import compare_so_far
 from flatout.statistics import Comparison, compare_paired, median
-from flatout.units import format_bytes, format_seconds, labelled
+from flatout.units import format_bytes, format_number, format_seconds, labelled
 
 SHARE = 0.95
 LEAST_ROUNDS = 3
@@ -221,7 +221,7 @@ def _unclear_below(points: Sequence[BatchPoint], knee: BatchPoint | None) -> lis
 
 
 def _reason(points: Sequence[BatchPoint], knee: BatchPoint, best: BatchPoint, share: float) -> str:
-    rate = f"{_count(best.samples_per_second)} samples/s"
+    rate = f"{format_number(best.samples_per_second)} samples/s"
     if knee is not best:
         return f"the smallest batch within {share:.0%} of the best ({rate} at {best.batch_size}): {_share_text(knee)}"
     if best is points[-1] and points[-2].standing == "below":
@@ -261,8 +261,8 @@ def _cells(curve: BatchCurve, point: BatchPoint) -> tuple[str, ...]:
     marks = f"  {', '.join(names)}" if names else ""
     return (
         str(point.batch_size),
-        _count(point.samples_per_second),
-        f"{_count(interval[0])}–{_count(interval[1])}" if interval is not None else "unknown",
+        format_number(point.samples_per_second),
+        f"{format_number(interval[0])}–{format_number(interval[1])}" if interval is not None else "unknown",
         format_seconds(point.step_seconds),
         format_bytes(point.peak_bytes) if point.peak_bytes is not None else "unknown",
         f"{_bar(share):<{BAR_WIDTH}} {share:>4.0%}{marks}",
@@ -272,8 +272,3 @@ def _cells(curve: BatchCurve, point: BatchPoint) -> tuple[str, ...]:
 def _bar(share: float) -> str:
     eighths = round(8 * BAR_WIDTH * min(1.0, share))
     return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).rstrip()
-
-
-def _count(per_second: float) -> str:
-    """A rate as it is compared by eye: 12,345 or 9.87."""
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"

@@ -68,7 +68,7 @@ def endless(batches: Iterable[object], spec: str) -> Iterator[object]:
             raise UsageError(
                 f"the batches of {spec} have come to an end",
                 limit="they are gone through again and again while steps are timed",
-                remedy="return something that starts anew, such as flatout.batches(...) or a list",
+                remedy="return something that can be gone through again, such as flatout.batches(...) or a list",
             )
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.script.source_facts import SourceFacts, read_source, short_name
+from flatout.script.source_facts import SourceFacts, read_source
+from flatout.tracebacks import within
 
 LOOP = """
 import torch
@@ -243,7 +244,7 @@ def test_files_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None
     assert found.unreadable == ("b.py",)
     assert found.calls[0].line == ("a.py", 1, "f(1)")
     assert SourceFacts.from_json(json.loads(json.dumps(found.to_json()))) == found
-    assert short_name("/elsewhere/a.py", str(tmp_path)) == "/elsewhere/a.py"
+    assert within("/elsewhere/a.py", str(tmp_path)) == "/elsewhere/a.py"
 
 
 KEPT_ELSEWHERE = """

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flatout.infer.output_tensors import output_tensors
+from flatout.memory.onednn_workspaces import is_channels_last
 from flatout.torch_private.modules import BatchNorm, Convolution
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -156,13 +157,9 @@ def _fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
     bias = -norm.running_mean.float() if convolution.bias is None else convolution.bias.float() - norm.running_mean
     bias = bias * scale if norm.bias is None else bias * scale + norm.bias.float()
     weight = convolution.weight.float() * scale.view(-1, *(1,) * (convolution.weight.dim() - 1))
-    layout = torch.channels_last if convolution.weight.dim() == 4 and _is_channels_last(convolution.weight) else None
+    layout = torch.channels_last if convolution.weight.dim() == 4 and is_channels_last(convolution.weight) else None
     weight = weight.to(convolution.weight.dtype)
     # A new parameter: another layer may share the old one.
     made = weight if layout is None else weight.contiguous(memory_format=layout)
     convolution.weight = nn.Parameter(made, requires_grad=False)
     convolution.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
-
-
-def _is_channels_last(weight: Tensor) -> bool:
-    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -236,7 +235,7 @@ def cause_of_import(said: str, torch_version: str) -> Cause:
         return Cause(what=what, remedy=remedy)
     if "Only a single TORCH_LIBRARY" in said:
         what = "this process has loaded a library of the same namespace already"
-        return Cause(what=what, remedy="start Python anew, or use TORCH_LIBRARY_FRAGMENT")
+        return Cause(what=what, remedy="restart Python, or use TORCH_LIBRARY_FRAGMENT")
     if match := re.search(r"(?P<name>lib\S+\.so\S*): cannot open shared object file", said):
         return Cause(what=f"{match['name']} is not installed, or not found", remedy="set LD_LIBRARY_PATH to its folder")
     return Cause(what="the system cannot load what was built", remedy="see the message")
@@ -249,12 +248,6 @@ def demangled(symbol: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return symbol
     return done.stdout.strip() or symbol
-
-
-def no_python_headers() -> str | None:
-    """Where Python.h should be, if it is not there."""
-    folder = Path(sysconfig.get_paths()["include"])
-    return None if (folder / "Python.h").is_file() else str(folder)
 
 
 # torch.utils.cpp_extension's own lock

@@ -11,6 +11,7 @@ from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Figure
 from flatout.report.html.reading import Part
 from flatout.report.html.verdicts import PART_NAMES, Sources, proof_line
 from flatout.report.step_text import percent
+from flatout.report.tune_text import floor_text
 from flatout.statistics import iqr, median, quantile
 from flatout.units import format_seconds
 
@@ -67,17 +68,13 @@ def _proof(proof: Part) -> list[Block]:
         ("largest difference in a gradient", proof.number("gradient_difference"), proof.number("gradient_floor")),
     ]
     facts = tuple(
-        (name, f"{value:.1e}" if value else "none", f"relative; the script's own noise is {_floor(floor)}")
+        (name, f"{value:.1e}" if value else "none", f"relative; the script's own noise is {floor_text(floor)}")
         for name, value, floor in figures
         if value is not None
     )
     if facts:
         blocks.append(Facts(rows=facts))
     return [*blocks, *(Text(text=note) for note in proof.texts("notes"))]
-
-
-def _floor(floor: float | None) -> str:
-    return "unknown" if floor is None else f"{floor:.1e}"
 
 
 def step(sources: Sources) -> Section | None:
