@@ -125,7 +125,7 @@ def graph_kept_by_logging(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="Memory is returned to the system and faulted in again in every step, or requested from the GPU's driver again.",
+    means="Memory is returned to the system and faulted in again in every step, or requested from the GPU's driver.",
     needs="the page faults of a step, at the time of one that was measured here, and not more than it spent in the "
     "kernel, take at least 20 % of it; or the GPU's allocator asked the driver for memory in steady steps",
     if_wrong="the process keeps memory that others could use",
