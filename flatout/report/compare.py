@@ -217,8 +217,9 @@ def comparison_text(found: DocumentComparison) -> str:
     """For people: the verdict first, then what it rests on."""
     c = found.comparison
     reason = f" ({c.reason})" if c.reason else ""
+    verdict = "undecided" if found.contended else c.verdict  # its interval may well exclude 1
     lines = [
-        f"verdict    {c.verdict}{reason}",
+        f"verdict    {verdict}{reason}",
         f"ratio      x{c.ratio:.3f}, {_interval(c, found.unit)}",
     ]
     for label, runs in (("first", found.baseline), ("second", found.candidate)):

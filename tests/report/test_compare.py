@@ -79,6 +79,7 @@ def test_a_run_among_competitors_proves_nothing() -> None:
     found = compare_documents(quiet, crowded)
     assert found.comparison.verdict == "not significant"
     assert "others competed for the processor in the second" in (found.comparison.reason or "")
+    assert comparison_text(found).startswith("verdict    undecided (others competed")
 
 
 def test_several_runs_of_each_side_are_the_samples() -> None:
