@@ -19,7 +19,7 @@ from flatout.cli.trial_options import (
     IncludePrivateOption,
     IsolationOption,
 )
-from flatout.cli.tune_results import PLAN_NAME, REPORT_NAME, check_writable, on_cpu, save_results
+from flatout.cli.tune_results import PLAN_NAME, REPORT_NAME, Wanted, check_writable, on_cpu, save_results
 
 if TYPE_CHECKING:
     from flatout.application.tune import TuneResult
@@ -27,6 +27,22 @@ if TYPE_CHECKING:
 
 Loss = Literal["mean", "sum", "terms"]
 
+TargetArgument = Annotated[
+    list[str],
+    typer.Argument(
+        help="The script and its own arguments, or -m MODULE; or train.py:make, a function that is called with a plan "
+        "and returns (TrainStep, batches)."
+    ),
+]
+BudgetOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME", help="Time for search, proof and comparison: 90s, 10m, 1h. Very long steps take longer."
+    ),
+]
+PlanOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="With train.py:make: the plan that its strategy is added to.")
+]
 DevicesOption = Annotated[
     str | None,
     typer.Option(
@@ -56,19 +72,8 @@ LossOption = Annotated[
 
 
 def tune(
-    target: Annotated[
-        list[str],
-        typer.Argument(
-            help="The script and its own arguments, or -m MODULE; or train.py:make, a function that is called with a "
-            "plan and returns (TrainStep, batches)."
-        ),
-    ],
-    budget: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME", help="Time for search, proof and comparison: 90s, 10m, 1h. Very long steps take longer."
-        ),
-    ] = "10m",
+    target: TargetArgument,
+    budget: BudgetOption = "10m",
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Steps of the real run, to weigh start-up costs against.")
     ] = None,
@@ -92,10 +97,7 @@ def tune(
         bool,
         typer.Option("--allow-local-batchnorm", help="With --devices: batch norms may see a device's share alone."),
     ] = False,
-    plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With train.py:make: the plan that its strategy is added to."),
-    ] = None,
+    plan: PlanOption = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     include_private: IncludePrivateOption = False,
@@ -106,7 +108,6 @@ def tune(
     The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned, or
     cannot be brought under --fit.
     """
-    from flatout.application.tune import tune_requested
     from flatout.arguments import as_bytes, as_seconds
     from flatout.cli.tune_strategies import named_function, tune_strategies
     from flatout.script.entry import Target
@@ -114,10 +115,11 @@ def tune(
     from flatout.units import parse_seconds
 
     budget_seconds = as_seconds(parse_seconds(budget), "--budget")
+    wanted = Wanted(folder=out, json=json, include_private=include_private)
+    ways = {"--nproc-per-node": nproc_per_node, "--own-ranks": own_ranks}
     if named_function(target) is not None:
-        stray = {"--steps": steps, "--exactness": exactness != "reduced" and exactness, "--fit": fit, "--logs": logs}
-        stray |= {"--nproc-per-node": nproc_per_node, "--own-ranks": own_ranks, "--loss": loss}
-        stray |= {"--allow-local-batchnorm": allow_local_batchnorm, "--isolation": isolation != "auto" and isolation}
+        stray = {"--steps": steps, "--exactness": exactness != "reduced", "--fit": fit, "--logs": logs, **ways}
+        stray |= {"--loss": loss, "--allow-local-batchnorm": allow_local_batchnorm, "--isolation": isolation != "auto"}
         return tune_strategies(
             target,
             devices,
@@ -125,15 +127,13 @@ def tune(
             plan_file=plan,
             device=device,
             allow_network=allow_network,
-            out=out,
-            json=json,
-            include_private=include_private,
+            wanted=wanted,
             stray=stray,
         )
     if plan is not None:
         raise _only_for_functions()
     request = TuneRequest(
-        target=(script := Target.from_command(target)),
+        target=Target.from_command(target),
         budget_seconds=budget_seconds,
         exactness=exactness,
         total_steps=_positive("--steps", steps),
@@ -142,20 +142,35 @@ def tune(
         allow_network=allow_network,
         log_folder=logs,
     )
-    _prepare(request, out, device)
-    ways = {"--nproc-per-node": nproc_per_node, "--own-ranks": own_ranks, "--devices": devices}
-    request = _in_ranks(request, ways)
-    if devices is None:
-        _check_alone(loss=loss, allow_local_batchnorm=allow_local_batchnorm)
+    asked = {**ways, "--devices": devices}
+    return _tune_script(request, asked, device, loss, wanted, local_batchnorm=allow_local_batchnorm)
+
+
+def _tune_script(
+    request: TuneRequest,
+    asked: dict[str, str | None],
+    device: str | None,
+    loss: Loss | None,
+    wanted: Wanted,
+    *,
+    local_batchnorm: bool,
+) -> int:
+    """The exit code. asked: by the option, how many ranks or devices."""
+    from flatout.application.tune import tune_requested
+
+    _prepare(request, wanted.folder, device)
+    request = _in_ranks(request, asked)
+    if (devices := asked["--devices"]) is None:
+        _check_alone(loss=loss, allow_local_batchnorm=local_batchnorm)
     else:
-        request = _on_several(request, devices, device, loss, local_batchnorm=allow_local_batchnorm)
+        request = _on_several(request, devices, device, loss, local_batchnorm=local_batchnorm)
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         result = tune_requested(replace(request, stdin_file=stdin_file), progress)
-    options = [*_seeing(device), *_sharing(result, loss, allow_local_batchnorm=allow_local_batchnorm)]
-    if out.resolve() != Path.cwd():
-        options += ["--plan", str(out / PLAN_NAME)]
-    command = [*_run_in(None if own_ranks else request.ranks), *options, *script.command]
-    return _told_and_saved(result, out, json, command, include_private=include_private)
+    options = [*_seeing(device), *_sharing(result, loss, allow_local_batchnorm=local_batchnorm)]
+    if wanted.folder.resolve() != Path.cwd():
+        options += ["--plan", str(wanted.folder / PLAN_NAME)]
+    command = [*_run_in(None if request.starts_ranks else request.ranks), *options, *request.target.command]
+    return _told_and_saved(result, wanted, command)
 
 
 def _run_in(ranks: int | None) -> list[str]:
@@ -234,18 +249,18 @@ def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
     show_only(device)
 
 
-def _told_and_saved(result: TuneResult, output: Path, json: bool, command: list[str], *, include_private: bool) -> int:
+def _told_and_saved(result: TuneResult, wanted: Wanted, command: list[str]) -> int:
     """The exit code. A plan that does not fit where it was to is not written."""
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.tuning.short_budget import budget_option
 
-    document = tune_document(result, include_private=include_private)
+    document = tune_document(result, include_private=wanted.include_private)
     # First: printing may fail, as into a closed pipe.
-    save_results(result.plan, document, output, plans=result.fits, include_private=include_private)
-    print(to_text(document) if json else tune_text(result, budget_option))
-    if not json:
-        print(f"{'saved':<10}{_saved(result, output, command)}")
+    save_results(result.plan, document, wanted, plans=result.fits)
+    print(to_text(document) if wanted.json else tune_text(result, budget_option))
+    if not wanted.json:
+        print(f"{'saved':<10}{_saved(result, wanted.folder, command)}")
     return 0 if result.fits else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,16 @@ if TYPE_CHECKING:
     from flatout.plan import Plan
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Where the results go, and how."""
+
+    folder: Path
+    json: bool
+    """Print one JSON document in place of text."""
+    include_private: bool
 
 
 def check_writable(folder: Path) -> None:
@@ -28,15 +39,15 @@ def check_writable(folder: Path) -> None:
         ) from None
 
 
-def save_results(plan: Plan, document: dict[str, object], output: Path, *, plans: bool, include_private: bool) -> None:
+def save_results(plan: Plan, document: dict[str, object], wanted: Wanted, *, plans: bool) -> None:
     """Write the report and, where `plans`, the plan; minutes of work must not be lost to a disk that is full by now."""
     from flatout.plan import write_plan
     from flatout.report.document import write_document
 
     try:
         if plans:
-            write_plan(output / PLAN_NAME, plan, include_private=include_private)
-        write_document(output / REPORT_NAME, document)
+            write_plan(wanted.folder / PLAN_NAME, plan, include_private=wanted.include_private)
+        write_document(wanted.folder / REPORT_NAME, document)
     except Exception:
         sys.stderr.write(f"the results could not be saved; here is the plan:\n\n{plan.to_toml()}\n")
         raise

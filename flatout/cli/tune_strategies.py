@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
-from flatout.cli.tune_results import PLAN_NAME, REPORT_NAME, check_writable, on_cpu, save_results
+from flatout.cli.tune_results import PLAN_NAME, REPORT_NAME, Wanted, check_writable, on_cpu, save_results
 
 if TYPE_CHECKING:
     from flatout.application.choose_parallel import ParallelChoice
@@ -33,9 +32,7 @@ def tune_strategies(
     plan_file: Path | None,
     device: str | None,
     allow_network: bool,
-    out: Path,
-    json: bool,
-    include_private: bool,
+    wanted: Wanted,
     stray: Mapping[str, object],
 ) -> int:
     """The exit code. stray: options that are for scripts, with what was given."""
@@ -60,6 +57,7 @@ def tune_strategies(
             limit="it says how many ranks share the training",
             remedy="use --devices 2; the other choices of a plan: flatout.tune(step, batches) in Python",
         )
+    out = wanted.folder
     check_writable(out)
     show_only(device)
     plan = Plan() if plan_file is None else read_plan(plan_file)
@@ -68,14 +66,13 @@ def tune_strategies(
     )
     with signals_as_exits(), progress_line() as progress:
         found: ParallelChoice = choose_requested(request, progress)
-    document = strategies_document(found, found.machine, include_private=include_private)
-    save_results(found.plan, document, out, plans=found.chosen is not None, include_private=include_private)
-    print(to_text(document) if json else strategies_text(found, found.machine, budget_option))
-    if not json:
+    document = strategies_document(found, found.machine, include_private=wanted.include_private)
+    save_results(found.plan, document, wanted, plans=found.chosen is not None)
+    print(to_text(document) if wanted.json else strategies_text(found, found.machine, budget_option))
+    if not wanted.json:
         if found.chosen is None:
             print(f"{'saved':<10}{out / REPORT_NAME}, and no plan: nothing was added to that of one process")
         else:
             start = f"flatout launch --nproc-per-node {found.ranks} YOUR_SCRIPT, with this plan"
             print(f"{'saved':<10}{out / PLAN_NAME}, {out / REPORT_NAME}      next: {start}")
-    sys.stdout.flush()
     return 0

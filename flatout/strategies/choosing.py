@@ -77,7 +77,6 @@ class StrategiesRequest:
     """Of one process; the strategy is added to it."""
     budget_seconds: float = 600.0
     allow_network: bool = False
-    strategies: tuple[str, ...] = STRATEGIES
     visible: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of each rank; empty: they train on the CPU."""
 
@@ -121,7 +120,7 @@ class _Choosing:
         self._plans: dict[str, Plan] = {}
         self._start_seconds = USUAL_START_SECONDS
         self._facts_seconds = 0.0
-        """Several times what one process took to find out what is known before; starting it is part of that."""
+        """What one process took to find out what is known before; starting it is part of that."""
         self._open = contextlib.ExitStack()
         self._running: RunningTrial | None = None
         """The baseline's process."""
@@ -135,7 +134,7 @@ class _Choosing:
         request = self._request
         self._progress("one process: forecasts of memory, and the time of a step")
         self._facts = self._found_facts()
-        self._facts_seconds = PATIENT_STARTS * self._deadline.elapsed_seconds
+        self._facts_seconds = self._deadline.elapsed_seconds
         self._limit_bytes = self._most_bytes(request.ranks)
         self._progress("measuring what ranks exchange")
         self._predicted, exchange_seconds = self._predictions()
@@ -170,7 +169,7 @@ class _Choosing:
                     self._note(name, "not reached", "the search was stopped")
         return replace(
             found,
-            trials=tuple(self._trials[name] for name in request.strategies if name in self._trials),
+            trials=tuple(self._trials[name] for name in STRATEGIES if name in self._trials),
             enough_seconds=self._enough_seconds(),
             warnings=self._about_threads(),
         )
@@ -218,26 +217,24 @@ class _Choosing:
             shared=tuple(str(path) for path in (folder, *self._setup.written)),
         )
         with RanksJob(folder, request) as job:
-            status = self._result_of(job, most_seconds, told)
+            status = self._result_of(job, most_seconds)
             number = "one process" if ranks == 1 else f"{ranks} ranks"
+            if status is None:
+                what = f"{told.spec}: what {number} had to do took more than {format_seconds(most_seconds)}"
+                budget = f"the budget is {format_seconds(self._deadline.budget_seconds)}"
+                remedy = "allow more time: --budget (in Python: seconds=), if it does not hang"
+                raise ScriptError(what, limit=budget, remedy=remedy)
             if status:
                 what = f"{told.spec} failed in {number} (exit status {status})"
                 raise ScriptError(what, remedy=job.last_words)
             if told.answer is not None and not (folder / told.answer).exists():
                 raise ScriptError(f"{told.spec} ended {number} without an error", limit="before it could be timed")
 
-    def _result_of(self, job: RanksJob, most_seconds: float = math.inf, told: Told | None = None) -> object:
-        """Raises BudgetSpent where it is not wanted any more, ScriptError where it takes longer than that."""
+    def _result_of(self, job: RanksJob, most_seconds: float) -> object:
+        """None where it takes longer than that. Raises BudgetSpent where it is not wanted any more."""
         until = self._deadline.elapsed_seconds + most_seconds
         found = job.result(lambda: not self._deadline.stopped and self._deadline.elapsed_seconds < until)
-        if found is None and not self._deadline.stopped and told is not None:
-            what = "what one process finds out took" if told.role == "facts" else "the steps of a proof took"
-            raise ScriptError(
-                f"{told.spec}: {what} more than {format_seconds(most_seconds)}",
-                limit=f"the budget is {format_seconds(self._deadline.budget_seconds)}",
-                remedy="allow more time: --budget (in Python: seconds=), if it does not hang",
-            )
-        if found is None:
+        if self._deadline.stopped:
             raise BudgetSpent(self._deadline)
         return found
 
@@ -273,11 +270,9 @@ class _Choosing:
         try:
             with self._deadline.stage("measuring collectives"), RanksJob(folder, request) as job:
                 found: Any = self._result_of(job, LEAST_PATIENCE_SECONDS)  # JSON
-            return {name: [(size, seconds) for size, seconds in points] for name, points in found.items()}
+            return {name: [(size, seconds) for size, seconds in points] for name, points in (found or {}).items()}
         except BudgetSpent:
-            if self._deadline.stopped:
-                raise
-            return {}
+            raise
         except FlatoutError:
             return {}
 
@@ -286,7 +281,7 @@ class _Choosing:
     def _possible(self) -> list[str]:
         """Strategies that the plan and the memory allow, the most promising first."""
         limit, found = self._limit_bytes, []
-        for name in self._request.strategies:
+        for name in STRATEGIES:
             memory = self._facts.memory.get(name, Memory(bytes=None))
             try:
                 self._plans[name] = planned_for(
@@ -339,7 +334,9 @@ class _Choosing:
             plan=self._alone_plan if alone else self._plans[name],
             ranks=1 if alone else self._request.ranks,
             step_seconds=self._step_seconds,
-            patience_seconds=max(LEAST_PATIENCE_SECONDS, PATIENT_STARTS * self._start_seconds, self._facts_seconds),
+            patience_seconds=max(
+                LEAST_PATIENCE_SECONDS, PATIENT_STARTS * max(self._start_seconds, self._facts_seconds)
+            ),
             samples=self._facts.samples,
         )
 

@@ -10,7 +10,6 @@ step, batches = training_of("train.py:make", flatout.Plan(parallel="ddp"))
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -80,7 +79,6 @@ def _seed_generators() -> None:
 
 
 def _called(function: Callable[[Plan], object], spec: str, plan: Plan) -> object:
-    folder = os.getcwd()
     try:
         return function(plan)
     except FlatoutError:
@@ -88,8 +86,6 @@ def _called(function: Callable[[Plan], object], spec: str, plan: Plan) -> object
     except (Exception, SystemExit) as error:
         where = user_line(error)
         raise UsageError(f"{spec} failed: {describe_error(error)}", limit=f"at {where}" if where else LIMIT) from error
-    finally:
-        os.chdir(folder)  # where the command was started, as far as Flatout is concerned
 
 
 def _named(made: object) -> str:

@@ -71,12 +71,6 @@ def test_what_the_step_refuses_is_said_as_it_is(tmp_path: Path) -> None:
         made(tmp_path, body)
 
 
-def test_the_working_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    made(tmp_path, "import os\ndef make(plan):\n    os.chdir('/')\n    return step_of(plan), [DATA]\n")
-    assert Path.cwd() == tmp_path
-
-
 def test_a_generator_that_is_used_up_is_named() -> None:
     stream = endless((number for number in range(2)), "net.py:make")
     assert [next(stream), next(stream)] == [0, 1]
