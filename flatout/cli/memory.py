@@ -80,7 +80,7 @@ def memory(
     with signals_as_exits():
         watched = watch_memory(request)
     sys.stderr.write(watched.errors)
-    if not watched.status or watched.steps:  # a script that fails at once has shown why: there is nothing to add
+    if not watched.status or watched.memory.steps:  # a script that fails at once has shown why: there is nothing to add
         document = memory_document(watched, include_private=include_private)
         print(to_text(document) if json else memory_text(watched))
     return watched.status or 0

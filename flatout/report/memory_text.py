@@ -11,7 +11,7 @@ from flatout.memory.savings import Saving
 from flatout.memory.use import MemoryUse
 from flatout.private_details import without_private
 from flatout.report.document import document
-from flatout.script.memory_trial import MemoryWatched
+from flatout.script.memory_trial import MemoryWatched, ProcessMemory, RankMemory
 from flatout.units import format_bytes, labelled
 
 KIND = "memory"
@@ -21,54 +21,69 @@ LINES_SHOWN, TENSORS_SHOWN = 5, 5
 
 def memory_document(watched: MemoryWatched, *, include_private: bool = False) -> dict[str, object]:
     """Bytes everywhere; a figure that is not known is null."""
-    payload = {
+    payload: dict[str, object] = {
         "script": {
             "name": watched.target.name,
             "arguments": list(watched.target.arguments),
             "status": watched.status,
         },
-        "steps": watched.steps,
-        "step_kind": watched.step_kind,
-        "use": watched.use.to_json() if watched.use is not None else None,
-        "leaks": {
-            "verdict": watched.verdict,
-            "judged_steps": watched.judged_steps,
-            "leaks": [asdict(leak) for leak in watched.leaking],
-            "bounded": [asdict(leak) for leak in watched.leaks if leak.bounded],
-            "waited_for_the_garbage_collector": list(watched.collected),
-        },
-        "resident_bytes": list(watched.resident_bytes),
-        "peak_resident_bytes": watched.peak_resident_bytes,
+        **_process_fields(watched.memory),
         "notes": _notes(watched),
     }
+    if watched.ranks:
+        payload["ranks"] = [
+            {"name": one.name, "fault": one.fault or None, **_process_fields(one.memory)} for one in watched.ranks
+        ]
     return document(KIND, payload if include_private else without_private(payload))
+
+
+def _process_fields(memory: ProcessMemory) -> dict[str, object]:
+    return {
+        "steps": memory.steps,
+        "step_kind": memory.step_kind,
+        "use": memory.use.to_json() if memory.use is not None else None,
+        "leaks": {
+            "verdict": memory.verdict,
+            "judged_steps": memory.judged_steps,
+            "leaks": [asdict(leak) for leak in memory.leaking],
+            "bounded": [asdict(leak) for leak in memory.leaks if leak.bounded],
+            "waited_for_the_garbage_collector": list(memory.collected),
+        },
+        "resident_bytes": list(memory.resident_bytes),
+        "peak_resident_bytes": memory.peak_resident_bytes,
+    }
 
 
 def memory_text(watched: MemoryWatched) -> str:
     """One screen."""
     rows = [("script", f"{shlex.join(watched.target.command)} · {_steps(watched)}")]
-    use = watched.use
+    memory = watched.memory
+    use = memory.use
+    rows += labelled("ranks", _rank_lines(watched.ranks))
     if use is not None:
         rows += _peak(use)
-        rows += _timeline(use, watched.resident_bytes)
+        rows += _timeline(use, memory.resident_bytes)
         rows += labelled("lines", [_line_text(use, number) for number in range(min(LINES_SHOWN, len(use.lines)))])
         rows += labelled("tensors", [_tensor_text(use, n) for n in range(min(TENSORS_SHOWN, len(use.tensors)))])
-    process = f"{format_bytes(watched.peak_resident_bytes)} at most: the whole process, including Python and libraries"
+    process = f"{format_bytes(memory.peak_resident_bytes)} at most: the whole process, including Python and libraries"
     rows.append(("resident", process))
     if use is not None:
         rows += labelled("savings", [_saving_text(saving) for saving in use.savings])
-    rows += labelled("leaks", _leak_lines(watched))
+    rows += labelled("leaks", [*_leak_lines(memory), *_leaks_of_others(watched)])
     rows += labelled("note", _notes(watched))
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
 
 
 def _steps(watched: MemoryWatched) -> str:
-    if watched.use is None:
+    memory = watched.memory
+    if memory.use is None:
         return "it never imported torch"
-    if not watched.steps:
+    if not memory.steps:
         return "no training step found: this is the whole run"
-    warm_up = watched.use.warm_up
-    counted = f"{watched.steps} steps, {warm_up} of them to warm up"
+    warm_up = memory.use.warm_up
+    counted = f"{memory.steps} steps, {warm_up} of them to warm up"
+    if watched.ranks:
+        counted += f", in {len(watched.ranks)} processes; below is {watched.ranks[0].name}"
     return counted if watched.status is None else f"{counted}; the script exited on its own with code {watched.status}"
 
 
@@ -136,15 +151,45 @@ def _saving_text(saving: Saving) -> str:
     return f"{saving.measure}: {word}{format_bytes(saving.held_bytes)} less held, {peak}{how}"
 
 
-def _leak_lines(watched: MemoryWatched) -> list[str]:
-    if watched.use is None:
+def _rank_lines(ranks: Sequence[RankMemory]) -> list[str]:
+    """A header, and a line for each process."""
+    if not ranks:
         return []
-    lines = [text for leak in watched.leaking for text in _leak_text(leak)]
-    if not lines and watched.verdict == "steady":
-        lines.append(f"none: what is held between steps is steady over {watched.judged_steps} steps")
+    wide = max(len(one.name) for one in ranks)
+    columns = ("peak of tensors", "between steps", "resident", "steps")
+    lines = [" " * wide + "".join(f"{name:>17}" for name in columns)]
+    for one in ranks:
+        use = one.memory.use
+        held = None if use is None else use.between_steps_bytes
+        peak = "unknown" if use is None else format_bytes(use.peak.size_bytes)
+        between = "unknown" if held is None else format_bytes(held)
+        cells = (peak, between, format_bytes(one.memory.peak_resident_bytes), str(one.memory.steps))
+        said = f"  (not followed to the end: {one.fault})" if one.fault else "  leaks" * bool(one.memory.leaking)
+        lines.append(f"{one.name:<{wide}}" + "".join(f"{cell:>17}" for cell in cells) + said)
+    return lines
+
+
+def _leak_lines(memory: ProcessMemory) -> list[str]:
+    if memory.use is None:
+        return []
+    lines = [text for leak in memory.leaking for text in _leak_text(leak)]
+    if not lines and memory.verdict == "steady":
+        lines.append(f"none: what is held between steps is steady over {memory.judged_steps} steps")
     elif not lines:
-        lines.append(f"unknown: {watched.judged_steps} steps after the warm-up, and {LEAST_STEPS} are needed to tell")
-    lines += [f"not a leak: {_holder(leak)}: {leak.bounded}" for leak in watched.leaks if leak.bounded]
+        lines.append(f"unknown: {memory.judged_steps} steps after the warm-up, and {LEAST_STEPS} are needed to tell")
+    lines += [f"not a leak: {_holder(leak)}: {leak.bounded}" for leak in memory.leaks if leak.bounded]
+    return lines
+
+
+def _leaks_of_others(watched: MemoryWatched) -> list[str]:
+    """What leaks in other ranks, but not in the one that is shown."""
+    shown = {(leak.holder, leak.line) for leak in watched.memory.leaking}
+    lines = []
+    for one in watched.ranks:
+        for leak in one.memory.leaking:
+            if (leak.holder, leak.line) not in shown:
+                first, *rest = _leak_text(leak)
+                lines += [f"{one.name}: {first}", *rest]
     return lines
 
 
@@ -172,16 +217,14 @@ def _holder(leak: Leak) -> str:
 
 
 def _notes(watched: MemoryWatched) -> list[str]:
-    notes = []
-    if watched.use is not None and not watched.steps and not watched.status:
-        notes.append("if training happens in processes that it starts, Flatout does not follow it there")
-    if watched.compiled:
+    memory, notes = watched.memory, list(watched.rank_notes)
+    if memory.compiled:
         notes.append("memory allocated by compiled code is not counted here")
-    if watched.left_uncompiled:
+    if memory.left_uncompiled:
         notes.append(
             "torch.compile compiles nothing while memory is followed: the peak is that of the uncompiled script"
         )
-    if watched.collected:
-        lines = ", ".join(watched.collected[:3])
+    if memory.collected:
+        lines = ", ".join(memory.collected[:3])
         notes.append(f"only reference cycles held tensors from {lines}: Python frees them from time to time")
     return notes

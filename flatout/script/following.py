@@ -29,9 +29,9 @@ from flatout.script.process_end import call_at_end
 from flatout.script.runner import Runner
 from flatout.tracebacks import leave_no_frame
 
-PROFILE, COMMANDED = "profile.json", "ranks.json"
-"""The settings of a profile, and of ranks that take commands: see rank_answers and trial/rank_child, which a run does
-not import."""
+WATCHED, COMMANDED = "watched.json", "ranks.json"
+"""The settings of ranks whose time or memory is watched, and of ranks that take commands: see rank_answers and
+trial/rank_child, which a run does not import."""
 PLAN = "plan.json"
 """What those processes of a run train by."""
 
@@ -112,12 +112,12 @@ def follow() -> None:
 
 
 def _follow_into(folder: Path) -> None:
-    """As a run or, where the folder says so, as a profile or a trial that takes commands."""
+    """As a run or, where the folder says so, as part of a trial."""
     with own_imports():
-        if (folder / PROFILE).exists():
-            from flatout.script.profiled_rank import follow as profile
+        if (folder / WATCHED).exists():
+            from flatout.script.watched_rank import follow as watch
 
-            profile(folder)
+            watch(folder)
         elif (folder / COMMANDED).exists():
             from flatout.script.trial.rank_child import follow as take_commands
 

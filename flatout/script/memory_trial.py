@@ -1,7 +1,7 @@
 """`flatout memory`: one trial that follows every tensor of a script for a few steps.
 
 watched = watch_memory(MemoryRequest(target=Target.from_command(["train.py"])))
-watched.use.peak.size_bytes, watched.leaks
+watched.memory.use.peak.size_bytes, watched.memory.leaks
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flatout.errors import TrialError
 from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.use import MemoryUse
 from flatout.script.entry import Target
-from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
+from flatout.script.rank_answers import RankAnswer
 from flatout.script.trial.messages import MemoryAnswer
-from flatout.script.trial.process import TrialProcess
-from flatout.script.trial.setup import TrialSetup, terminal_size
-from flatout.script.work_folder import work_folder
-from flatout.units import format_seconds
+from flatout.script.watched_trial import watched_trial
 
 STEPS = 8
 PATIENCE_SECONDS = 1800.0
@@ -37,12 +33,9 @@ class MemoryRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryWatched:
-    """The result of the trial."""
+class ProcessMemory:
+    """Of one process, over the steps that were watched."""
 
-    target: Target
-    status: int | None
-    """The script's exit code where it ended by itself; None: it was stopped after its steps."""
     step_kind: str | None
     steps: int
     use: MemoryUse | None
@@ -57,8 +50,6 @@ class MemoryWatched:
     compiled: bool
     left_uncompiled: bool
     """Does the script use torch.compile, which compiles nothing while every operation is followed?"""
-    errors: str
-    """What the script wrote to stderr, where it failed."""
 
     @property
     def leaking(self) -> tuple[Leak, ...]:
@@ -71,66 +62,67 @@ class MemoryWatched:
         return "steady" if self.judged_steps >= LEAST_STEPS else "unknown"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Of one of several processes that train."""
+
+    name: str
+    """'rank 1', or 'process 4242' where they do not train together."""
+    memory: ProcessMemory
+    fault: str = ""
+    """Why it could not be followed to the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryWatched:
+    """The result of the trial."""
+
+    target: Target
+    status: int | None
+    """The script's exit code where it ended by itself; None: it was stopped after its steps."""
+    memory: ProcessMemory
+    """Of the script's process; where that does not train, of the first of `ranks`."""
+    errors: str
+    """What the script wrote to stderr, where it failed."""
+    ranks: tuple[RankMemory, ...] = ()
+    """The processes that train together, or that the script started to train in."""
+    rank_notes: tuple[str, ...] = ()
+
+
 def watch_memory(request: MemoryRequest) -> MemoryWatched:
     """Run the script as a trial. Raises TrialError where it could not be watched."""
     request.target.check()
-    with work_folder() as folder:
-        setup = TrialSetup(
-            target=request.target,
-            work_folder=folder,
-            isolation=request.isolation,
-            allow_network=request.allow_network,
-            inherits_stdin=True,
-            terminal_size=terminal_size(),
-            errors_apart=True,
-        )
-        with TrialProcess(setup, label="memory") as trial:
-            try:
-                answer: MemoryAnswer
-                answer, end = trial.watch({"do": "memory", "steps": request.steps}, request.patience_seconds)
-            except TrialError as error:
-                raise _explained(error, request, trial.errors) from None
-            return _watched(request, answer, end, trial.errors)
-
-
-def _watched(request: MemoryRequest, answer: MemoryAnswer, end: TrialEnded | None, errors: str) -> MemoryWatched:
-    leaks = [Leak(**{**one, "births": tuple(one["births"])}) for one in answer.get("leaks", ())]
-    note = f"{end.note}\n" if end is not None and end.note else ""
+    found = watched_trial(request, {"do": "memory", "steps": request.steps}, "followed", inherits_stdin=True)
+    ranks = tuple(
+        RankMemory(name=_name(one), memory=_process_memory(one["memory"]), fault=one["fault"]) for one in found.ranks
+    )
+    memory = _process_memory(found.answer) if found.answer is not None else ranks[0].memory
+    if ranks and not memory.steps:
+        memory = ranks[0].memory
     return MemoryWatched(
         target=request.target,
-        status=end.status if end is not None else None,
+        status=found.status,
+        memory=memory,
+        errors=found.shown_errors,
+        ranks=ranks,
+        rank_notes=found.rank_notes,
+    )
+
+
+def _name(answer: RankAnswer) -> str:
+    return f"process {answer['name']}" if answer["rank"] is None else f"rank {answer['rank']}"
+
+
+def _process_memory(answer: MemoryAnswer) -> ProcessMemory:
+    return ProcessMemory(
         step_kind=answer.get("step_kind"),
         steps=answer.get("steps", 0),
         use=MemoryUse.from_json(answer["use"]) if "use" in answer else None,
-        leaks=tuple(leaks),
+        leaks=tuple(Leak(**{**one, "births": tuple(one["births"])}) for one in answer.get("leaks", ())),
         judged_steps=answer.get("judged_steps", 0),
         resident_bytes=tuple(answer.get("resident_bytes", ())),
         peak_resident_bytes=answer["peak_resident_bytes"],
         collected=tuple(answer.get("collected", ())),
         compiled=answer.get("compiled", False),
         left_uncompiled=answer.get("left_uncompiled", False),
-        errors=errors + note if end is not None and end.status else "",
     )
-
-
-def _explained(error: TrialError, request: MemoryRequest, errors: str) -> TrialError:
-    """The error in terms of `flatout memory`, with the script's stderr; for a signal with a shell's exit code."""
-    what, limit, remedy = error.what, error.limit, error.remedy
-    if isinstance(error, TrialHangs):
-        patience = format_seconds(request.patience_seconds)
-        what = f"the script did not reach {request.steps} steps in {patience}"
-        limit = "that is the timeout"
-        remedy = "allow more with --patience 2h, or ask for fewer --steps, if it trains at all"
-    elif isinstance(error, TrialFault):
-        what = f"the memory could not be followed: {what}"
-    elif isinstance(error, TrialDied):
-        what = (
-            f"the script died of {error.signal_name}"
-            if error.signal_name
-            else (f"the script exited with code {error.code} without Python's normal shutdown")
-        )
-    tail = errors.strip() if isinstance(error, TrialHangs | TrialDied) else ""
-    explained = TrialError(what, limit=limit, remedy=remedy + (f"\n{tail}" if tail else ""))
-    if isinstance(error, TrialDied) and error.signal_name:
-        explained.exit_code = 128 - error.code
-    return explained

@@ -1,8 +1,8 @@
 """Follow every tensor of a running script for a few steps, then say what held the memory and what leaks.
 
-Installed before the script starts; the tracker is on as soon as the script has imported torch. After enough steps the
-timeline is evaluated; where something leaks, two more steps run under a trace that finds the line where its holder
-grows. Then the process ends with its answer.
+Installed before the script starts, or in a process that it starts to train in before the first optimizer is made; the
+tracker is on as soon as torch was imported. After enough steps the timeline is evaluated; where something leaks, two
+more steps run under a trace that finds the line where its holder grows. Then the answer is given.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING
 
 from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
 from flatout.parameters import parameters_of
+from flatout.script.communication_calls import ranks_together
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
-from flatout.script.trial.isolated_child import IsolatedChild
+from flatout.script.rank_answers import RankAnswer, RankAnswers
+from flatout.script.trial.isolated_child import ObservedProcess
 from flatout.script.trial.messages import MemoryAnswer
 from flatout.script.watch import Watch
 from flatout.tracebacks import is_users_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
     from flatout.memory.timeline import Allocation
     from flatout.memory.tracking import Tracker
@@ -35,10 +38,12 @@ TRACED_STEPS = 2
 
 
 class MemoryWatch:
-    """Ends the process with its answer once the steps have been watched."""
+    """Gives its answer once the steps have been watched."""
 
-    def __init__(self, child: IsolatedChild, *, steps: int) -> None:
+    def __init__(self, child: ObservedProcess, *, steps: int, answers: RankAnswers) -> None:
+        """answers: where processes that train together leave theirs."""
         self.watch = Watch()
+        self._answers, self._together = answers, ranks_together()
         self._child, self._wanted = child, WARM_UP_STEPS + steps
         self._tracker: Tracker  # from when torch is imported
         self._has_torch = False
@@ -51,6 +56,8 @@ class MemoryWatch:
         self._first_event: int | None = None
         self._left_to_trace = 0
         self._depth = 0
+        self._hooks: list[RemovableHandle] = []
+        self._found: MemoryAnswer = {"event": "memory", "ended": False, "peak_resident_bytes": 0}
         self.watch.at_boundary.append(child.guarded(self._boundary))
         self.watch.at_backward.append(lambda roots: self._training_begins())
 
@@ -69,22 +76,49 @@ class MemoryWatch:
         self._tracker.model = _Models(self.watch)
         self._tracker.__enter__()
         self.watch.install(torch)
-        modules.register_module_forward_pre_hook(self._module_starts)
-        modules.register_module_forward_hook(self._module_ends, always_call=True)
+        self._hooks += [
+            modules.register_module_forward_pre_hook(self._module_starts),
+            modules.register_module_forward_hook(self._module_ends, always_call=True),
+        ]
         self._patches.replace(BaseIterator, "__next__", self._wrap_next)
-        os.register_at_fork(after_in_child=self._leave_child)
+        os.register_at_fork(after_in_child=self._release)  # a loader's worker is not watched, nor does it pay for it
 
     def ended(self) -> MemoryAnswer:
         """The script ended before all steps: what is known by then; little where it never imported torch."""
         if not self._has_torch:
-            return {"event": "memory", "ended": True, "peak_resident_bytes": peak_resident_bytes()}
+            self._found = {"event": "memory", "ended": True, "peak_resident_bytes": peak_resident_bytes()}
+            return self._found
         if self._trace is not None:
             self._trace.stop()
-        return self._result(self._inspection or self._inspect(None), ended=True)
+        self._found = self._result(self._inspection or self._inspect(None), ended=True)
+        return self._found
 
-    def _leave_child(self) -> None:
-        """A loader worker is not watched, and must not pay for it either."""
+    def rank_answer(self, fault: str = "") -> RankAnswer:
+        """The same, of a process among others that train."""
+        rank, ranks = self._together or (None, None)
+        found = self._found
+        return {
+            "name": self._answers.name,
+            "rank": rank,
+            "ranks": ranks,
+            "ended": found["ended"],
+            "memory": {**found, "peak_resident_bytes": found["peak_resident_bytes"] or peak_resident_bytes()},
+            "fault": fault,
+        }
+
+    def stop(self) -> None:
+        """Leave the script alone."""
+        self.watch.uninstall()
+        if self._trace is not None:
+            self._trace.stop()
+        if self._has_torch:
+            self._release()
+
+    def _release(self) -> None:
         self._tracker.__exit__(None, None, None)
+        self._patches.undo()
+        for hook in self._hooks:
+            hook.remove()
 
     # what the script does
 
@@ -92,6 +126,7 @@ class MemoryWatch:
         if self.watch.finder.kind is None:
             return
         frame = sys._getframe(2)
+        self._together = self._together or ranks_together()  # known by now, and no more when the process ends
         if self._left_to_trace:
             self._left_to_trace -= 1
             if not self._left_to_trace and self._inspection is not None:
@@ -117,7 +152,8 @@ class MemoryWatch:
     def _finish(self, inspection: Inspection) -> None:
         if self._trace is not None:
             self._trace.stop()
-        self._child.finish(self._result(inspection, ended=False))
+        self._found = self._result(inspection, ended=False)
+        self._child.finish(self._found)
 
     def _training_begins(self) -> None:
         if self._first_event is None and self.watch.enabled:
@@ -177,8 +213,8 @@ class MemoryWatch:
             numbers=self._numbers,
             first_event=self._first_event if self._first_event is not None else self._tracker.events,
             warm_up=WARM_UP_STEPS,
-            # a scaler unscales all gradients first, so they cannot be freed one by one
-            one_backward_a_step=0.9 < per_step < 1.1 and not self.watch.saw_scaler,
+            # a scaler unscales all gradients first, and ranks add them up: they cannot be freed one by one
+            one_backward_a_step=0.9 < per_step < 1.1 and not self.watch.saw_scaler and self._together is None,
             frame=frame,
         )
 

@@ -6,31 +6,25 @@ watched.profile.parts, watched.observed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from flatout.errors import TrialError
 from flatout.levers.observed import Observed
 from flatout.profiling.profile import Profile
 from flatout.script.behaviour_seen import Behaviour
 from flatout.script.entry import Target
-from flatout.script.rank_answers import RankWatch, names_text, write_settings
-from flatout.script.rank_profiles import RankProfile, RankProfiles, rank_profiles
-from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled
-from flatout.script.trial.messages import Command, ProfileAnswer, TargetSettings
-from flatout.script.trial.process import TrialProcess
-from flatout.script.trial.setup import TrialSetup, terminal_size
-from flatout.script.work_folder import work_folder
-from flatout.units import format_seconds
+from flatout.script.rank_answers import RankAnswer
+from flatout.script.rank_profiles import RankProfile, rank_profiles
+from flatout.script.trial.messages import Command, ProfileAnswer
+from flatout.script.watched_trial import watched_trial
 
 STEPS = 5
 WARM_UP_STEPS = 3
 LEAST_TIMED_STEPS, MOST_TIMED_STEPS, TIMED_SECONDS = 5, 50, 0.5
 PATIENCE_SECONDS = 1800.0
 TRACE_NAME = "trace.json"
-PROFILERS_LOG = "USDT:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,39 +143,25 @@ def watch_with(request: ProfileRequest, once: Callable[[Schedule], ProfileWatche
 
 
 def _watch_once(request: ProfileRequest, schedule: Schedule) -> ProfileWatched:
-    trace = request.trace_folder / TRACE_NAME if request.trace_folder is not None else None
-    with work_folder() as folder, work_folder() as ranks:
-        command = command_of(schedule, trace, ranks)
-        write_settings(ranks, {"command": command, "target": target_settings(request.target)})
-        setup = TrialSetup(
-            target=request.target,
-            work_folder=folder,
-            shared=(ranks, *([request.trace_folder] if request.trace_folder is not None else [])),
-            isolation=request.isolation,
-            allow_network=request.allow_network,
-            stdin_file=request.stdin_file,
-            terminal_size=terminal_size() if request.stdin_file is None else None,
-            errors_apart=True,
-        )
-        watch = RankWatch(ranks)
-        with TrialProcess(setup, label="profile") as trial:
-            answer: ProfileAnswer = {"event": "profile", "ended": False, "steps": 0}
-            end: TrialEnded | None = None
-            try:
-                answer, end = trial.watch(command, request.patience_seconds, watch.settled)
-            except TrialSettled:
-                pass
-            except TrialError as error:
-                if not watch.answers():
-                    raise _explained(error, request, trial.errors) from None
-            found = rank_profiles(watch)
-            if found.first is None and watch.dead and end is None:
-                raise _died(watch, trial.errors)
-            return watched_of(request, answer, found, end=end, errors=trial.errors, trace=trace)
+    folder = request.trace_folder
+    trace = folder / TRACE_NAME if folder is not None else None
+    found = watched_trial(
+        request,
+        command_of(schedule, trace),
+        "profiled",
+        shared=() if folder is None else (folder,),
+        stdin_file=request.stdin_file,
+    )
+    watched = watched_of(request, found.answer, found.ranks, trace=trace)
+    return replace(
+        watched,
+        status=found.status if found.status is not None else watched.status,
+        errors=found.shown_errors,
+        rank_notes=found.rank_notes,
+    )
 
 
-def command_of(schedule: Schedule, trace: Path | None, ranks: Path) -> Command:
-    """ranks: the folder for the profiles of processes that train together."""
+def command_of(schedule: Schedule, trace: Path | None) -> Command:
     return {
         "do": "profile",
         "steps": schedule.profiled,
@@ -191,34 +171,20 @@ def command_of(schedule: Schedule, trace: Path | None, ranks: Path) -> Command:
         "follow": schedule.follow,
         "settle": schedule.settle,
         "trace": str(trace) if trace is not None else "",
-        "ranks": str(ranks),
     }
 
 
-def target_settings(target: Target) -> TargetSettings:
-    return {"path": target.path, "module": target.module, "arguments": list(target.arguments)}
-
-
 def watched_of(
-    request: ProfileRequest,
-    answer: ProfileAnswer,
-    found: RankProfiles,
-    *,
-    end: TrialEnded | None = None,
-    errors: str = "",
-    trace: Path | None = None,
+    request: ProfileRequest, own: ProfileAnswer | None, ranks: Sequence[RankAnswer], *, trace: Path | None = None
 ) -> ProfileWatched:
-    """answer: of the script's own process; where that does not train, the first rank's stands in its place."""
-    note = f"{end.note}\n" if end is not None and end.note else ""
-    status = end.status if end is not None else None
-    if found.first is not None and not answer["steps"]:
-        answer = found.first["profile"]
-    if status is None and answer["ended"]:
-        status = 0
+    """own: of the script's own process; where that does not train, the first rank's stands in its place."""
+    answer: ProfileAnswer = own or {"event": "profile", "ended": False, "steps": 0}
+    if ranks and not answer["steps"]:
+        answer = ranks[0]["profile"]
     profile, observed, behaviour = answer.get("profile"), answer.get("observed"), answer.get("behaviour")
     return ProfileWatched(
         target=request.target,
-        status=status,
+        status=0 if answer["ended"] else None,
         step_kind=answer.get("step_kind"),
         steps=answer["steps"],
         profile=Profile.from_json(profile) if profile is not None else None,
@@ -226,50 +192,6 @@ def watched_of(
         behaviour=Behaviour.from_json(behaviour) if behaviour is not None else None,
         tf32=answer.get("tf32", False),
         trace=trace if answer.get("has_trace") else None,
-        errors=of_the_script(errors) + note if end is not None and end.status else "",
-        ranks=found.ranks,
-        rank_notes=found.notes,
+        errors="",
+        ranks=rank_profiles(ranks),
     )
-
-
-def _died(watch: RankWatch, errors: str) -> TrialError:
-    tail = of_the_script(errors).strip()
-    return TrialError(
-        f"{names_text(watch.dead)}, which the script started to train in, died before being profiled",
-        limit="the others wait for it",
-        remedy="find out why it dies, without Flatout" + (f"\n{tail}" if tail else ""),
-    )
-
-
-def of_the_script(errors: str) -> str:
-    """Without what torch's profiler logs of itself."""
-    return "".join(line for line in errors.splitlines(keepends=True) if not line.startswith(PROFILERS_LOG))
-
-
-def patience_over(request: ProfileRequest) -> TrialError:
-    return TrialError(
-        f"the script did not take the steps of a profile in {format_seconds(request.patience_seconds)}",
-        limit="that is the timeout",
-        remedy="allow more with --patience 2h, or ask for fewer --steps, if it trains at all",
-    )
-
-
-def _explained(error: TrialError, request: ProfileRequest, errors: str) -> TrialError:
-    """The error in terms of `flatout profile`, with the script's stderr; for a signal with a shell's exit code."""
-    what, limit, remedy = error.what, error.limit, error.remedy
-    if isinstance(error, TrialHangs):
-        over = patience_over(request)
-        what, limit, remedy = over.what, over.limit, over.remedy
-    elif isinstance(error, TrialFault):
-        what = f"the script could not be profiled: {what}"
-    elif isinstance(error, TrialDied):
-        what = (
-            f"the script died of {error.signal_name}"
-            if error.signal_name
-            else (f"the script exited with code {error.code} without Python's normal shutdown")
-        )
-    tail = of_the_script(errors).strip() if isinstance(error, TrialHangs | TrialDied) else ""
-    explained = TrialError(what, limit=limit, remedy=remedy + (f"\n{tail}" if tail else ""))
-    if isinstance(error, TrialDied) and error.signal_name:
-        explained.exit_code = 128 - error.code
-    return explained

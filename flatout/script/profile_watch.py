@@ -11,11 +11,11 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from flatout.environment import thread_variables
 from flatout.machine.device import Device, Mark
@@ -25,10 +25,10 @@ from flatout.script.communication_calls import ranks_together
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.describe import NOT_AS_NOW, allows_tf32, breakdown, observe
 from flatout.script.device_calls import device_of
-from flatout.script.entry import Target
 from flatout.script.process_record import Place, record_of_steps
 from flatout.script.rank_answers import RankAnswer, RankAnswers
 from flatout.script.spans import StepRow
+from flatout.script.trial.isolated_child import ObservedProcess
 from flatout.script.trial.messages import Command, ProfileAnswer
 from flatout.script.watch import Watch
 from flatout.timing import LoadWatch
@@ -47,21 +47,6 @@ OTHER_MODE = "unknown, because the script has a dispatch mode of its own"
 TOO_MANY = "unknown, because one step has more than {most:,} operators: a profile of it would not fit in memory"
 
 
-class Profiled(Protocol):
-    """The process that is profiled."""
-
-    target: Target
-
-    def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
-        """Call them once torch has been imported."""
-
-    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """`callback`, such that an error of ours does not look like the script's."""
-
-    def finish(self, answer: ProfileAnswer) -> None:
-        """The steps have been profiled: the process may end here."""
-
-
 class ProfileWatch:
     """Gives its answer once the steps have been profiled.
 
@@ -69,7 +54,7 @@ class ProfileWatch:
     that one begins earlier would be a wait for all others. Only the first is followed further, by its behaviour.
     """
 
-    def __init__(self, child: Profiled, command: Command, *, answers: RankAnswers | None = None) -> None:
+    def __init__(self, child: ObservedProcess, command: Command, *, answers: RankAnswers | None = None) -> None:
         """answers: where ranks that train together leave theirs; None: this process trains alone."""
         self.watch = Watch()
         self._answers, self._together = answers, None if answers is None else ranks_together()
@@ -104,6 +89,7 @@ class ProfileWatch:
         self._held: list[object] = []
         """Models, optimizers and loaders, so that they can be described after a script that ended."""
         self._peak_bytes: int | None = None
+        self._found: ProfileAnswer = {"event": "profile", "ended": False, "steps": 0}
         self.watch.at_boundary.append(child.guarded(self._boundary))
         self.watch.at_batch.append(self._batches.batch)
 
@@ -123,7 +109,8 @@ class ProfileWatch:
     def ended(self) -> ProfileAnswer:
         """The script ended before all steps: what is known by then."""
         if not self._has_torch:
-            return {"event": "profile", "ended": True, "steps": 0}
+            self._found = {"event": "profile", "ended": True, "steps": 0}
+            return self._found
         if self._stage == self._timing:
             self._rows = self.watch.close_window()
         elif self._stage == self._following and self._follower is not None:
@@ -131,7 +118,12 @@ class ProfileWatch:
             self._follower = None  # it holds part of a step
         elif self._stage == self._profiling:
             self._stop_profiler()
-        return self._answer(ended=True)
+        self._found = self._answer(ended=True)
+        return self._found
+
+    def stop(self) -> None:
+        """Leave the script alone."""
+        self.watch.uninstall()
 
     # one stage after the other; each is called at the end of a step
 
@@ -284,11 +276,11 @@ class ProfileWatch:
     # the answer
 
     def _finish(self) -> None:
-        answer = self._answer(ended=False)
+        self._found = self._answer(ended=False)
         self._stage = lambda: None
-        self._child.finish(answer)
+        self._child.finish(self._found)
 
-    def rank_answer(self, answer: ProfileAnswer, fault: str = "") -> RankAnswer:
+    def rank_answer(self, fault: str = "") -> RankAnswer:
         """The same, of a process among others that train."""
         assert self._answers is not None
         place = Place() if self._together is None else Place(rank=self._together[0], ranks=self._together[1])
@@ -299,7 +291,8 @@ class ProfileWatch:
             "name": self._answers.name,
             "rank": place.rank,
             "ranks": place.ranks,
-            "profile": answer,
+            "ended": self._found["ended"],
+            "profile": self._found,
             "record": record.to_json(),
             "fault": fault,
         }

@@ -1,7 +1,7 @@
-"""Profiles of processes that train together: each leaves its own in a folder, for the parent of the trial.
+"""What is found in processes that train together: each leaves its own in a folder, for the parent of the trial.
 
     answers = RankAnswers(folder, "4242"); answers.begin()      # in a rank: it is there
-    answers.give(rank_answer)                                   # and has been profiled; it trains on until it is ended
+    answers.give(rank_answer)                                   # and was watched; it trains on until it is ended
     RankWatch(folder).settled()                                 # in the parent: nothing more will come
 
 A rank holds a lock on the file that says that it is there. The kernel releases it when the process dies, however it
@@ -16,9 +16,9 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
-from flatout.script.trial.messages import Command, ProfileAnswer, TargetSettings
+from flatout.script.trial.messages import Command, MemoryAnswer, ProfileAnswer, TargetSettings
 from flatout.whole_files import PRIVATE, written_whole
 
 try:
@@ -26,7 +26,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-SETTINGS, BEGUN, ANSWER = "profile.json", "begun-", "answer-"
+SETTINGS, BEGUN, ANSWER = "watched.json", "begun-", "answer-"
 LATE_RANK_SECONDS = 5.0
 """After the last process that has begun: ranks that train apart say nothing of how many they are."""
 END_SECONDS = 10.0
@@ -49,11 +49,14 @@ class RankAnswer(TypedDict):
     rank: int | None
     ranks: int | None
     """How many train together; None: it trains alone."""
-    profile: ProfileAnswer
-    record: dict[str, object]
-    """A ProcessRecord, of the steps that were timed."""
+    ended: bool
+    """By itself, before it was watched for as long as was asked."""
     fault: str
-    """Why it could not be profiled; '' where it could."""
+    """Why it could not be watched; '' where it could."""
+    profile: NotRequired[ProfileAnswer]
+    record: NotRequired[dict[str, object]]
+    """A ProcessRecord, of the steps that were timed for the profile."""
+    memory: NotRequired[MemoryAnswer]
 
 
 class RankAnswers:
@@ -100,7 +103,7 @@ class RankWatch:
             answers = self.answers()
             most = max((one["ranks"] or 0 for one in answers), default=0)
             complete = len(begun) >= most > 0 or (not most and now - self._newest >= LATE_RANK_SECONDS)
-            return complete and (not all(one["profile"]["ended"] for one in answers) or self._waited(now))
+            return complete and (not all(one["ended"] for one in answers) or self._waited(now))
         self.dead = tuple(sorted(name for name in begun - answered if self._is_dead(name)))
         return bool(self.dead) and self._waited(now)
 
@@ -117,6 +120,15 @@ class RankWatch:
                 if path.stat().st_size <= MOST_BYTES:
                     found.append(json.loads(path.read_text(encoding="utf-8")))
         return sorted(found, key=lambda one: (one["rank"] is None, one["rank"] or 0, one["name"]))
+
+    def notes(self, done: str) -> tuple[str, ...]:
+        """What is missing, and why. done: what is done to a rank: 'profiled'."""
+        answers = self.answers()
+        notes = [f"{names_text(self.dead)} died before being {done}"] if self.dead else []
+        known = max((one["ranks"] or 0 for one in answers), default=0)
+        if known > len(answers):
+            notes.append(f"{len(answers)} of {known} ranks were {done}")
+        return tuple(notes)
 
     def _names(self, prefix: str, suffix: str) -> set[str]:
         paths = self._folder.glob(f"{prefix}*{suffix}")

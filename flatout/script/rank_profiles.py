@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flatout.profiling.profile import Profile
 from flatout.script.process_record import ProcessRecord, process_names
-from flatout.script.rank_answers import RankAnswer, RankWatch, names_text
+from flatout.script.rank_answers import RankAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,36 +24,15 @@ class RankProfile:
     """Why it could not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankProfiles:
+def rank_profiles(answers: Sequence[RankAnswer]) -> tuple[RankProfile, ...]:
     """Of all that answered, the first rank first."""
-
-    ranks: tuple[RankProfile, ...] = ()
-    notes: tuple[str, ...] = ()
-    """What is missing, and why."""
-    first: RankAnswer | None = None
-    """What the profile of the script as a whole is made of: the first rank's; None: there is none."""
-
-
-def rank_profiles(watch: RankWatch) -> RankProfiles:
-    """What there is now."""
-    answers = watch.answers()
     records = [ProcessRecord.from_json(one["record"]) for one in answers]
-    ranks = tuple(
+    return tuple(
         RankProfile(name=name, record=record, profile=_profile(one), fault=one["fault"])
         for name, record, one in zip(process_names(records), records, answers, strict=True)
     )
-    return RankProfiles(ranks=ranks, notes=_notes(watch, answers), first=answers[0] if answers else None)
 
 
 def _profile(answer: RankAnswer) -> Profile | None:
     given = answer["profile"].get("profile")
     return None if given is None else Profile.from_json(given)
-
-
-def _notes(watch: RankWatch, answers: Sequence[RankAnswer]) -> tuple[str, ...]:
-    notes = [f"{names_text(watch.dead)} died before being profiled"] if watch.dead else []
-    known = max((one["ranks"] or 0 for one in answers), default=0)
-    if known > len(answers):
-        notes.append(f"{len(answers)} of {known} ranks were profiled")
-    return tuple(notes)

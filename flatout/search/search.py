@@ -119,6 +119,10 @@ class Search(ABC, Generic[C]):
     def after_proposal(self, name: str) -> None:
         """Called when a proposal has been tried."""
 
+    def leaves_time_after(self, trials: int) -> bool:
+        """After so many more trials, will there still be time for whatever is expected to save much?"""
+        return True
+
     def leading(self) -> Sequence[str]:
         """Names whose best value is tried before everything else, a bundle too."""
         return ()
@@ -187,12 +191,14 @@ class Search(ABC, Generic[C]):
 
     def _bundled(self, names: list[str]) -> list[str]:
         """Try the bundle; returns the names left to be tried alone. Most of the gain comes early that way, and a budget
-        that runs out still gives a plan; members that add nothing are dropped at once."""
+        that runs out still gives a plan; members that add nothing are dropped at once, or in the end where that would
+        cost a lever that is expected to save much."""
         bundle = self.bundle()
         members = [name for name in names if any(one in bundle for one in self.proposal(name).candidates)]
         if len(bundle) < 2 or not self._try(*bundle):
             return names
-        self._drop_redundant()
+        if self.leaves_time_after(len(bundle)):
+            self._drop_redundant()
         return [name for name in names if name not in members]
 
     def _propose_all(self, names: Sequence[str], most: int | None = None) -> None:

@@ -59,6 +59,8 @@ SHARE_SECONDS = 3.0
 LONGEST_SHARES = 3.0
 """Times its share: the time for a comparison in which the candidate looks faster. A gain that is dropped for lack of
 pairs has cost its trial, and levers that recompile are not tried again once a model is compiled."""
+LONGER_TRIAL = 2.0
+"""How much longer than those before a trial may take."""
 SHARE_TO_TRY_AGAIN = 0.1
 """Of the time that is left, for trying without forks what failed in one."""
 MOST_RESTARTS = 60
@@ -145,15 +147,21 @@ class TrainingSearch(Search[Choice]):
     def promise(self, name: str) -> tuple[bool, float]:
         return self._is_last_chance(name), self._proposals.promise(name)
 
-    def _is_last_chance(self, name: str) -> bool:
-        """Is there time for it now, but not after another trial, and is it expected to save much?"""
+    def _is_last_chance(self, name: str, trials: int = 1) -> bool:
+        """Is there time for it now, but not after so many other trials, and is it expected to save much?"""
         candidate = next(iter(self.proposal(name).candidates), None)
         if candidate is None or self._proposals.saving(candidate).expected < MUCH_SAVED:
             return False
-        costs = [trial.cost_seconds for trial in self.state.trials]
-        another = max(SHARE_SECONDS, TRIALS_COST * self.usual_trial_seconds, *costs)
         needed = self.needed_seconds(self.combined((candidate,)))
-        return needed < self._remaining() < needed + another
+        return needed < self._remaining() < needed + trials * self._another_trial_seconds()
+
+    def _another_trial_seconds(self) -> float:
+        """At most, as far as is known."""
+        costs = [trial.cost_seconds for trial in self.state.trials]
+        return LONGER_TRIAL * max(SHARE_SECONDS, TRIALS_COST * self.usual_trial_seconds, *costs)
+
+    def leaves_time_after(self, trials: int) -> bool:
+        return not any(self._is_last_chance(name, trials) for name in self.names())
 
     def leading(self) -> Sequence[str]:
         return self._proposals.leading()
@@ -584,7 +592,7 @@ class TrainingSearch(Search[Choice]):
 
     def without(self, choice: Choice, others: Sequence[Choice]) -> Comparison | None:
         slow_to_switch = choice.lever.switch != "live" and self._restart_seconds(others) > self.usual_trial_seconds
-        if slow_to_switch or choice in self.state.for_memory:
+        if slow_to_switch or choice in self.state.for_memory or self._compiles_in_vain(others):
             return None
         try:
             if self.few is not None:
@@ -594,3 +602,11 @@ class TrainingSearch(Search[Choice]):
         except (TrialError, ScriptError):
             self.close()
             return None
+
+    def _compiles_in_vain(self, others: Sequence[Choice]) -> bool:
+        """Does testing these need a compilation that there is no time for?"""
+        compiled = next((one for one in others if one.lever.compiles), None)
+        if compiled is None or graph_of(others) in self.state.compiled_graphs:
+            return False
+        first = usual_compile_seconds(self.state.first_observed, compiled.value)
+        return self._remaining() <= first + self.usual_trial_seconds

@@ -317,8 +317,3 @@ def test_the_guard_lets_an_optimizer_be_made(tmp_path: Path) -> None:
     write(tmp_path, "train.py")
     result = memory(tmp_path, "--isolation", "guard", "train.py")
     assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_a_script_without_steps_hears_that_its_processes_are_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "looks.py").write_text("import torch\ntorch.ones(3)\n")
-    assert "in processes that it starts" in memory(tmp_path, "looks.py").stdout

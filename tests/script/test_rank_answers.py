@@ -36,7 +36,8 @@ def record(rank: int | None, ranks: int | None) -> dict[str, object]:
 def give(folder: Path, name: str, rank: int | None, ranks: int | None = 2, **changes: Any) -> None:
     """An answer of a rank that is no process."""
     answer: Any = {"name": name, "rank": rank, "ranks": ranks, "record": record(rank, ranks), "fault": ""}
-    answer["profile"] = {"event": "profile", "ended": False, "steps": 5, **changes}
+    answer["profile"] = {"event": "profile", "ended": False, "steps": 5}
+    answer |= {"ended": False, **changes}
     (folder / f"{BEGUN}{name}").touch()
     RankAnswers(folder, name).give(answer)
 
@@ -48,10 +49,8 @@ def test_all_ranks_have_to_answer(tmp_path: Path) -> None:
     assert not watch.settled()  # of two
     give(tmp_path, "a", 0)
     assert watch.settled()
-    found = rank_profiles(watch)
-    assert [one.name for one in found.ranks] == ["rank 0", "rank 1"]
-    assert found.first is not None
-    assert (found.first["rank"], found.notes) == (0, ())
+    assert [one.name for one in rank_profiles(watch.answers())] == ["rank 0", "rank 1"]
+    assert (watch.answers()[0]["rank"], watch.notes("profiled")) == (0, ())
 
 
 def test_processes_that_train_apart_are_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +84,7 @@ def test_a_rank_that_has_died_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     assert watch.dead == ("dies",)
     monkeypatch.setattr(rank_answers, "END_SECONDS", 0.0)
     assert watch.settled()
-    assert rank_profiles(watch).notes == ("process dies died before being profiled", "1 of 2 ranks were profiled")
+    assert watch.notes("profiled") == ("process dies died before being profiled", "1 of 2 ranks were profiled")
 
 
 def test_forks_of_a_rank_do_not_keep_it_alive(tmp_path: Path) -> None:
@@ -100,6 +99,5 @@ def test_forks_of_a_rank_do_not_keep_it_alive(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     (tmp_path / f"{ANSWER}x.json").write_text("{")
     assert RankWatch(tmp_path).answers() == []
-    assert rank_profiles(RankWatch(tmp_path)).first is None
     give(tmp_path, "a", 0, 1)
     assert json.loads((tmp_path / f"{ANSWER}a.json").read_text())["rank"] == 0

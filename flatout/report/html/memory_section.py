@@ -20,11 +20,45 @@ def memory(sources: Sources) -> Section | None:
     if "memory" in sources:
         doc = sources["memory"]
         use = doc.at("use")
-        blocks += [*_curve(use), *_peak(use), *_holders(use), *_leaks(doc.at("leaks")), *_savings(use), *_process(doc)]
+        blocks += [
+            *_ranks(doc.parts("ranks")),
+            *_curve(use),
+            *_peak(use),
+            *_holders(use),
+            *_leaks(doc.at("leaks")),
+            *_savings(use),
+            *_process(doc),
+        ]
         blocks += [Text(text=note) for note in doc.texts("notes")]
     elif "run" in sources:
         blocks += _of_run(sources["run"])
     return Section(id="memory", title="Memory", blocks=tuple(blocks)) if blocks else None
+
+
+def _ranks(ranks: list[Part]) -> list[Block]:
+    """A row for each process that trained; the blocks below are of the first."""
+    if not ranks:
+        return []
+    heads = ("process", "peak of tensors", "between steps", "whole process", "leaks")
+    rows = []
+    for one in ranks:
+        use, leaks = one.at("use"), one.at("leaks")
+        leaking = ", ".join(leak.text("line") or leak.text("holder") for leak in leaks.parts("leaks"))
+        rows.append(
+            (
+                Cell(text=one.text("name") or "a process", note=one.text("fault")),
+                _size(use.at("peak")),
+                _size(use, "between_steps_bytes"),
+                _size(one, "peak_resident_bytes"),
+                Cell(text=leaking or {"steady": "none"}.get(leaks.text("verdict"), "unknown")),
+            )
+        )
+    table = Table(
+        caption=f"Memory of each process that trained; what follows is of {ranks[0].text('name') or 'the first'}",
+        heads=tuple(Head(text=text, numeric=0 < number < 4) for number, text in enumerate(heads)),
+        rows=tuple(rows),
+    )
+    return [table]
 
 
 def _curve(use: Part) -> list[Block]:

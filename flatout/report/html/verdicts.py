@@ -195,10 +195,12 @@ def _of_memory(doc: Part) -> Verdict:
         ]
         detail = " ".join(part for part in when if part)
     lines = [("process", f"{format_bytes(resident)} at most, Python and libraries included")] if resident else []
-    leaking = leaks.text("verdict") == "leaks"
+    others = [one.text("name") for one in doc.parts("ranks") if one.at("leaks").text("verdict") == "leaks"]
+    leaking = leaks.text("verdict") == "leaks" or bool(others)
     growth = sum(one.number("bytes_per_step") or 0.0 for one in leaks.parts("leaks"))
     said = {"leaks": f"{format_bytes(growth)} more is held after each step", "steady": "none: memory is steady"}
-    lines.append(("leaks", said.get(leaks.text("verdict"), "unknown: too few steps to tell")))
+    in_others = f"in {', '.join(others)}" if others and leaks.text("verdict") != "leaks" else ""
+    lines.append(("leaks", in_others or said.get(leaks.text("verdict"), "unknown: too few steps to tell")))
     return Verdict(headline=headline, tone="bad" if leaking else "", detail=detail, lines=tuple(lines))
 
 

@@ -15,13 +15,13 @@ from types import ModuleType
 from typing import NoReturn
 
 from flatout.script.entry import Target
-from flatout.script.profiled_rank import ProfiledProcess
 from flatout.script.replicas.rank import Rank, begin, run_script
 from flatout.script.replicas.settings import ERRORS, LATE
-from flatout.script.trial.messages import ProfileAnswer
+from flatout.script.trial.isolated_child import Answer
+from flatout.script.watched_rank import WatchedProcess
 
 
-class ProfiledReplica(ProfiledProcess):
+class ProfiledReplica(WatchedProcess):
     """One rank, from before the script's first line."""
 
     def __init__(self, rank: Rank, answers: Path, patience_seconds: float) -> None:
@@ -41,9 +41,9 @@ class ProfiledReplica(ProfiledProcess):
     def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
         self._rank.replica.at_torch.extend(hooks)
 
-    def finish(self, answer: ProfileAnswer) -> NoReturn:
+    def finish(self, answer: Answer) -> NoReturn:
         """The windows are over, on all ranks."""
-        self.give(answer)
+        self.give()
         self.leave(self._rank.replica.end(0))
 
     def _too_late(self) -> None:

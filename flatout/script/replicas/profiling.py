@@ -17,16 +17,13 @@ from flatout.script.profile_trial import (
     ProfileWatched,
     Schedule,
     command_of,
-    of_the_script,
-    patience_over,
-    target_settings,
     watch_with,
     watched_of,
 )
 from flatout.script.rank_answers import RankWatch, write_settings
-from flatout.script.rank_profiles import rank_profiles
 from flatout.script.replicas.settings import ERRORS, LATE, Settings
 from flatout.script.replicas.starting import DevicesRequest, ranks_prepared, start_ranks
+from flatout.script.watched_trial import of_the_script, patience_over, target_settings
 from flatout.script.work_folder import work_folder
 
 MOST_ERROR_BYTES = 20_000
@@ -48,7 +45,7 @@ def _once(request: ProfileRequest, devices: int, settings: Settings, schedule: S
     trace = request.trace_folder / TRACE_NAME if request.trace_folder is not None else None
     shared = [] if request.trace_folder is None else [request.trace_folder]
     with work_folder() as answers, ranks_prepared(settings, answers, *shared) as folder:
-        command = command_of(schedule, trace, answers) | {"behaviour": False}
+        command = command_of(schedule, trace) | {"behaviour": False}
         write_settings(answers, {"command": command, "target": target_settings(request.target)})
         words = [str(folder), str(answers), str(request.patience_seconds), *request.target.command]
         start = child_command("flatout.script.replicas.profiled", *words)
@@ -58,17 +55,14 @@ def _once(request: ProfileRequest, devices: int, settings: Settings, schedule: S
         except UsageError as error:
             refusal = error
         watch.settled()
-        found = rank_profiles(watch)
-        if found.first is None:
+        found = watch.answers()
+        if not found:
             if (answers / LATE).exists():
-                raise patience_over(request)
+                raise patience_over(request, "profiled")
             raise refusal or _failed(request, status, devices, answers)
-    watched = watched_of(request, found.first["profile"], found, trace=trace)
-    return replace(
-        watched,
-        devices=devices,
-        rank_notes=(*watched.rank_notes, NO_BEHAVIOUR),
-    )
+        notes = watch.notes("profiled")
+    watched = watched_of(request, None, found, trace=trace)
+    return replace(watched, devices=devices, rank_notes=(*notes, NO_BEHAVIOUR))
 
 
 def _failed(request: ProfileRequest, status: int, devices: int, answers: Path) -> TrialError:

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flatout.script.determinism_watch import DeterminismWatch
-from flatout.script.memory_watch import MemoryWatch
 from flatout.script.preloaded import Preloaded
-from flatout.script.profile_watch import ProfileWatch
 from flatout.script.trial.forking import ForkPoint
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
 from flatout.script.trial.messages import Command, TrialConfig
@@ -43,10 +41,8 @@ def begin(
         point = ForkPoint(child, read_fd, forks_fd)
         turn = Turn(Path(config["turns"]))
         observer = Session(child, config["levers"], config["choices"], commands.readline, point, turn)
-    elif command["do"] == "memory":
-        observer = MemoryWatch(child, steps=command["steps"])
-    elif command["do"] == "profile":
-        observer = _profile(child, command)
+    elif command["do"] in ("memory", "profile"):
+        observer = _observer_of_ranks(child, command)
     else:
         observer = DeterminismWatch(child, steps=command["steps"], deterministic=command["deterministic"])
     if preloaded is not None:
@@ -54,16 +50,15 @@ def begin(
     child.run(observer)
 
 
-def _profile(child: IsolatedChild, command: Command) -> ProfileWatch:
-    if not command["ranks"]:
-        return ProfileWatch(child, command)
+def _observer_of_ranks(child: IsolatedChild, command: Command) -> Observer:
+    """Of this process, and of those that the script starts to train in."""
     from flatout.script.following import follow_children
-    from flatout.script.profiled_rank import ScriptsProcess
     from flatout.script.rank_answers import RankAnswers
+    from flatout.script.watched_rank import ScriptsProcess
 
     folder = Path(command["ranks"])
     follow_children(folder)
-    return ScriptsProcess(child, RankAnswers(folder, SCRIPT), command).watch
+    return ScriptsProcess(child, RankAnswers(folder, SCRIPT), command).observer
 
 
 if __name__ == "__main__":

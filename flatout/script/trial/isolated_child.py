@@ -47,6 +47,21 @@ def ended_answer(
     return {"event": "ended", **told, "steps": steps, "script_steps": script_steps}
 
 
+class ObservedProcess(Protocol):
+    """The process in which an observer is."""
+
+    target: Target
+
+    def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
+        """Call them once torch has been imported."""
+
+    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """`callback`, such that an error of ours does not look like the script's."""
+
+    def finish(self, answer: Answer) -> None:
+        """All is known that was asked: the process may end here."""
+
+
 class Observer(Protocol):
     """Observes the script while it runs."""
 

@@ -36,7 +36,7 @@ class Command(TypedDict, total=False):
     behaviour: bool
     """Is the script itself followed in the end? By default it is."""
     ranks: str
-    """The folder for the profiles of processes that the script starts to train in; '': they are not followed."""
+    """The folder for the answers of processes that the script starts to train in; '': they are not followed."""
     request: dict[str, object]
     """A NumericsRequest."""
     pid: int

@@ -6,7 +6,7 @@ with TrialProcess(setup, choices=[]) as trial:
     answer.seconds                                    # one figure a step
 
 with TrialProcess(setup) as trial:                    # one command, which holds from the script's first line
-    answer, end = trial.watch({"do": "memory", "steps": 8}, timeout_seconds=600)
+    answer, end = trial.watch({"do": "memory", "steps": 8, "ranks": "/folder"}, timeout_seconds=600)
 """
 
 from __future__ import annotations

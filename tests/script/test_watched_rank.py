@@ -1,4 +1,4 @@
-"""A process that goes through the windows of a profile and trains on: the others wait for it in their collectives."""
+"""A process that is watched for some steps and trains on: the others wait for it in their collectives."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.nn.modules import module as modules
 
-from flatout.script import communication_calls, profile_watch
-from flatout.script.following import PROFILE, _follow_into
+from flatout.script import communication_calls, memory_watch, profile_watch
+from flatout.script.following import WATCHED, _follow_into
 from flatout.script.profile_trial import command_of, full
-from flatout.script.profiled_rank import ProfiledRank
 from flatout.script.rank_answers import SETTINGS, RankAnswer, RankWatch, write_settings
+from flatout.script.trial.messages import Command
+from flatout.script.watched_rank import WatchedRank
 
 Steps = Callable[[int], None]
 
@@ -24,7 +26,7 @@ Steps = Callable[[int], None]
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of two, as far as we are told; its group has itself alone, so nobody is waited for."""
     number: int = request.param
-    for module in (communication_calls, profile_watch):
+    for module in (communication_calls, memory_watch, profile_watch):
         monkeypatch.setattr(module, "ranks_together", lambda: (number, 2))
         monkeypatch.setattr(module, "compile_was_asked_for", lambda: False)  # by a test before
     return number
@@ -47,8 +49,8 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     distributed.destroy_process_group()
 
 
-def told(folder: Path, **changes: Any) -> Path:
-    command = command_of(full(2), None, folder) | {"behaviour": False, **changes}
+def told(folder: Path, command: Command | None = None) -> Path:
+    command = command or command_of(full(2), None) | {"behaviour": False}
     write_settings(folder, {"command": command, "target": {"path": "train.py", "module": None, "arguments": []}})
     return folder
 
@@ -58,7 +60,7 @@ def answer_of(folder: Path) -> RankAnswer | None:
 
 
 def test_it_answers_after_the_same_steps_on_each_rank_and_trains_on(rank: int, steps: Steps, tmp_path: Path) -> None:
-    ProfiledRank(told(tmp_path))
+    WatchedRank(told(tmp_path))
     counted = 0
     while answer_of(tmp_path) is None:
         steps(1)
@@ -87,7 +89,7 @@ def test_a_defect_of_ours_is_told_and_leaves_the_script_alone(
         raise ValueError("planted")
 
     monkeypatch.setattr(profile_watch.ProfileWatch, "_begin_following", broken)
-    ProfiledRank(told(tmp_path))
+    WatchedRank(told(tmp_path))
     steps(25)
     answer = answer_of(tmp_path)
     assert answer is not None
@@ -97,17 +99,41 @@ def test_a_defect_of_ours_is_told_and_leaves_the_script_alone(
 
 @pytest.mark.usefixtures("rank")
 def test_a_process_that_ends_early_says_what_it_saw(steps: Steps, tmp_path: Path) -> None:
-    process = ProfiledRank(told(tmp_path))
+    process = WatchedRank(told(tmp_path))
     steps(8)
     process._at_exit()
     answer = answer_of(tmp_path)
     assert answer is not None
-    assert (answer["profile"]["ended"], answer["profile"]["steps"]) == (True, 8)
+    assert (answer["ended"], answer["profile"]["ended"], answer["profile"]["steps"]) == (True, True, 8)
 
 
-def test_the_folder_says_whether_a_process_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert PROFILE == SETTINGS
+def test_the_folder_says_whether_a_process_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert WATCHED == SETTINGS
     followed = list[Path]()
-    monkeypatch.setattr("flatout.script.profiled_rank.follow", followed.append)
+    monkeypatch.setattr("flatout.script.watched_rank.follow", followed.append)
     _follow_into(told(tmp_path))
     assert followed == [tmp_path]
+
+
+def test_the_memory_of_a_rank_is_told_and_nothing_of_ours_stays(rank: int, steps: Steps, tmp_path: Path) -> None:
+    hooks, step = len(module_hooks()), torch.optim.SGD.step
+    WatchedRank(told(tmp_path, {"do": "memory", "steps": 6}))
+    for _ in range(2 + 6):  # warm-up, then those asked for
+        assert answer_of(tmp_path) is None
+        steps(1)
+    steps(1)  # one more where the step is found
+    answer = answer_of(tmp_path)
+    assert answer is not None
+    assert (answer["rank"], answer["ranks"], answer["ended"], answer["fault"]) == (rank, 2, False, "")
+    found = answer["memory"]
+    assert (found["steps"], found["judged_steps"], found["leaks"]) == (8, 6, [])
+    use: Any = found["use"]
+    assert use["peak"]["categories"]["weights"] == 4 * (8 * 8 + 8)
+    assert found["peak_resident_bytes"] > use["peak"]["size_bytes"]
+    assert (len(module_hooks()), torch.optim.SGD.step) == (hooks, step)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    steps(3)
+
+
+def module_hooks() -> dict[int, Any]:
+    return modules._global_forward_pre_hooks

@@ -1,5 +1,6 @@
-"""A process that a profiled script starts to train in: it goes through the windows of a profile, leaves its answer for
-the parent of the trial, and trains on until it is ended, because the other ranks wait for it in their collectives.
+"""A process that a watched script starts to train in: its steps are profiled or their memory is followed, it leaves its
+answer for the parent of the trial, and trains on until it is ended, because the other ranks wait for it in their
+collectives.
 """
 
 from __future__ import annotations
@@ -11,19 +12,37 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
 from flatout.script.communication_calls import ranks_together
 from flatout.script.entry import Target
+from flatout.script.memory_watch import MemoryWatch
 from flatout.script.own_modules import own_imports
 from flatout.script.process_end import call_at_end
 from flatout.script.profile_watch import ProfileWatch
-from flatout.script.rank_answers import RankAnswers, read_settings
-from flatout.script.trial.isolated_child import IsolatedChild
-from flatout.script.trial.messages import Command, ProfileAnswer
+from flatout.script.rank_answers import RankAnswer, RankAnswers, read_settings
+from flatout.script.trial.isolated_child import Answer, IsolatedChild, ObservedProcess, Observer
+from flatout.script.trial.messages import Command
 
 
-class ProfiledProcess:
-    """A process that goes through the windows of a profile, and answers once. `name`: of its answer."""
+class RankObserver(Observer, Protocol):
+    """Observes one of several processes that train."""
+
+    def rank_answer(self, fault: str = "") -> RankAnswer:
+        """What was found. fault: why nothing more was."""
+
+    def stop(self) -> None:
+        """Leave the script alone."""
+
+
+def observer_of(process: ObservedProcess, command: Command, answers: RankAnswers) -> RankObserver:
+    if command["do"] == "memory":
+        return MemoryWatch(process, steps=command["steps"], answers=answers)
+    return ProfileWatch(process, command, answers=answers)
+
+
+class WatchedProcess:
+    """A process that is watched for some steps, and answers once. `name`: of its answer."""
 
     def __init__(self, folder: Path, name: str) -> None:
         settings = read_settings(folder)
@@ -32,8 +51,8 @@ class ProfiledProcess:
         self.answers = RankAnswers(folder, name)
         self._given = False
         self.answers.begin()
-        self._watch = ProfileWatch(self, settings["command"], answers=self.answers)
-        self._watch.install()
+        self._observer = observer_of(self, settings["command"], self.answers)
+        self._observer.install()
 
     @property
     def answers_still(self) -> bool:
@@ -54,26 +73,27 @@ class ProfiledProcess:
                     callback()
             except Exception as error:
                 traceback.print_exc()
-                self.give({"event": "profile", "ended": False, "steps": 0}, f"{type(error).__name__}: {error}")
+                self.give(f"{type(error).__name__}: {error}")
 
         return call
 
-    def finish(self, answer: ProfileAnswer) -> None:
-        """The windows are over."""
-        self.give(answer)
+    def finish(self, answer: Answer) -> None:
+        """It has been watched for as long as was asked."""
+        self.give()
 
     def ended(self) -> None:
-        """The script has ended before they were."""
+        """The script has ended before that."""
         if self.answers_still:
-            self.give(self._watch.ended())
+            self._observer.ended()
+            self.give()
 
-    def give(self, answer: ProfileAnswer, fault: str = "") -> None:
+    def give(self, fault: str = "") -> None:
         self._given = True
-        self._watch.watch.uninstall()
-        self.answers.give(self._watch.rank_answer(answer, fault))
+        self._observer.stop()
+        self.answers.give(self._observer.rank_answer(fault))
 
 
-class ProfiledRank(ProfiledProcess):
+class WatchedRank(WatchedProcess):
     """This process, once torch has been imported."""
 
     def __init__(self, folder: Path) -> None:
@@ -90,9 +110,9 @@ class ProfiledRank(ProfiledProcess):
         with own_imports(), contextlib.suppress(Exception):
             self.ended()
 
-    def give(self, answer: ProfileAnswer, fault: str = "") -> None:
+    def give(self, fault: str = "") -> None:
         with contextlib.suppress(OSError, ValueError):
-            super().give(answer, fault)
+            super().give(fault)
 
 
 class ScriptsProcess:
@@ -101,15 +121,15 @@ class ScriptsProcess:
     def __init__(self, child: IsolatedChild, answers: RankAnswers, command: Command) -> None:
         self._child, self._answers = child, answers
         self.target, self.on_torch, self.guarded = child.target, child.on_torch, child.guarded
-        self.watch = ProfileWatch(self, command, answers=answers)
+        self.observer = observer_of(self, command, answers)
 
-    def finish(self, answer: ProfileAnswer) -> None:
+    def finish(self, answer: Answer) -> None:
         if ranks_together() is None:
             self._child.finish(answer)
-        self._answers.give(self.watch.rank_answer(answer))
-        self.watch.watch.uninstall()
+        self.observer.stop()
+        self._answers.give(self.observer.rank_answer())
 
 
 def follow(folder: Path) -> None:
-    """Profile this process."""
-    ProfiledRank(folder)
+    """Watch this process."""
+    WatchedRank(folder)

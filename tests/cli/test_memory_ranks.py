@@ -1,0 +1,87 @@
+"""`flatout memory` of scripts that train in several processes: each by itself, one report; nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.cli.in_process import Said, said_by
+
+pytestmark = pytest.mark.slow
+
+RANKS = """
+    import os, sys, time
+    import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+    def train(rank, kind, steps):
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        kept = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            inputs = torch.randn(4 + 60 * rank, 64)
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            if kind == "leaks" and rank == 1:
+                kept.append(inputs)
+            if step == 4 and kind == "dies":
+                os._exit(3) if rank else time.sleep(600)
+
+    if __name__ == "__main__":
+        kind, steps = sys.argv[1], int(sys.argv[2])
+        context = mp.get_context(sys.argv[3])
+        processes = [context.Process(target=train, args=(rank, kind, steps)) for rank in range(2)]
+        for one in processes:
+            one.start()
+        for one in processes:
+            one.join()
+"""
+
+
+def ranks(folder: Path, kind: str, *options: str, steps: int = 100_000, method: str = "spawn") -> Said:
+    (folder / "train.py").write_text(textwrap.dedent(RANKS))
+    return said_by(folder, "memory", *options, "train.py", kind, str(steps), method)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_ranks_that_a_script_starts_are_side_by_side(method: str, tmp_path: Path) -> None:
+    said = ranks(tmp_path, "train", "--json", method=method)
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
+    first, second = found["ranks"]
+    assert (first["name"], second["name"]) == ("rank 0", "rank 1")
+    for one, samples in ((first, 4), (second, 64)):
+        categories = one["use"]["peak"]["categories"]
+        assert categories["weights"] == 4 * (64 * 64 + 64)
+        assert categories["inputs"] == 4 * 64 * samples
+        assert (one["steps"], one["leaks"]["verdict"], one["fault"]) == (10, "steady", None)
+        assert not any("gradients freed" in saving["measure"] for saving in one["use"]["savings"])  # ranks add them up
+    assert found["use"] == first["use"]
+    assert not (tmp_path / "store").exists()  # a trial leaves nothing
+
+
+def test_what_leaks_in_one_rank_alone_is_told(tmp_path: Path) -> None:
+    said = ranks(tmp_path, "leaks")
+    assert said.returncode == 0, said.stderr
+    assert "in 2 processes; below is rank 0" in said.stdout
+    assert "rank 1: held by `kept` (list, " in said.stdout
+    assert "kept.append(inputs)" in said.stdout
+
+
+def test_a_script_that_is_too_short_says_what_was_seen(tmp_path: Path) -> None:
+    said = ranks(tmp_path, "train", steps=5)
+    assert said.returncode == 0, said.stderr
+    assert "5 steps, 2 of them to warm up, in 2 processes" in said.stdout
+    assert "the script exited on its own with code 0" in said.stdout
+
+
+def test_a_rank_that_dies_ends_the_trial(tmp_path: Path) -> None:
+    said = ranks(tmp_path, "dies")
+    assert said.returncode == 1
+    assert "which the script started to train in, died before being followed" in said.stderr
