@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.trial_options import TargetArgument
+
 
 def diff(
-    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    target: TargetArgument,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The plan; default: flatout.toml, if it is for this script.")
     ] = None,

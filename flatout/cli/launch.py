@@ -31,7 +31,9 @@ MachineNumber = Annotated[
 
 
 def launch(
-    target: Annotated[list[str] | None, typer.Argument(help="The script and its own arguments, or -m MODULE.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT", help="The script and its own arguments, or -m MODULE.")
+    ] = None,
     nproc_per_node: Annotated[
         str, typer.Option(metavar="N", help="Ranks on each machine; auto: one for each GPU, or one without any.")
     ] = "auto",

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand
 
 from flatout import __version__, environment
 from flatout.cli.command_line import Option, asks_for_help, split_target
+from flatout.cli.trial_options import TargetArgument
 
 if TYPE_CHECKING:
     from typer._click.core import Context
@@ -28,7 +29,13 @@ TARGET = "SCRIPT [ARGUMENTS]..."
 
 
 class Verb(TyperCommand):
-    """Its epilog is a list of commands, shown as they are typed."""
+    """Its epilog is a list of commands, shown as they are typed; the help names no Python types."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for argument in self.params:
+            if isinstance(argument, TyperArgument):
+                vars(argument)["display_type"] = lambda ctx: ""
 
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         with formatter.section("Examples"):
@@ -174,7 +181,7 @@ def application() -> typer.Typer:
 
 
 def run(
-    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    target: TargetArgument,
 ) -> int:
     """Run a script with its plan (flatout.toml); without one, run it as it is and only watch.
 

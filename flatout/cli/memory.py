@@ -11,7 +11,13 @@ import typer
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
+from flatout.cli.trial_options import (
+    AllowNetworkOption,
+    DeviceOption,
+    IncludePrivateOption,
+    IsolationOption,
+    TargetArgument,
+)
 
 if TYPE_CHECKING:
     from flatout.sizing.script_curve import CurveRequest
@@ -21,7 +27,7 @@ STEPS = 8
 
 
 def memory(
-    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    target: TargetArgument,
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Steps to watch, after 2 of warm-up; default: 8.")
     ] = None,

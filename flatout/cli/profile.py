@@ -13,7 +13,13 @@ import typer
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
+from flatout.cli.trial_options import (
+    AllowNetworkOption,
+    DeviceOption,
+    IncludePrivateOption,
+    IsolationOption,
+    TargetArgument,
+)
 from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
@@ -39,7 +45,7 @@ Devices = Annotated[
 
 
 def profile(
-    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    target: TargetArgument,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to profile, after those of warm-up.")] = 5,
     by: Annotated[By, typer.Option("--by", help="Add operators up by name, by input shapes, or by line.")] = "name",
     sort: Annotated[

@@ -11,7 +11,9 @@ import typer
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE.json", help="What tune, run, profile or memory wrote about one script."),
+        typer.Argument(
+            metavar="FILE.json", help="What tune, run, profile or memory wrote about one script (or tune about a step)."
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE.html", help="Where to write the page.")] = Path("report.html"),
     show: Annotated[bool, typer.Option("--open", help="Open the page in your browser.")] = False,

@@ -1,4 +1,5 @@
-"""The options of verbs that run a script as a trial: how it is kept apart from the machine, and what it sees of it."""
+"""What verbs that run a script have in common: the script, how its trials are kept apart from the machine, and what
+they see of it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+TargetArgument = Annotated[
+    list[str], typer.Argument(metavar="SCRIPT", help="The script and its own arguments, or -m MODULE.")
+]
 Isolation = Literal["auto", "overlay", "guard"]
 IsolationOption = Annotated[
     Isolation,

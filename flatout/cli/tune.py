@@ -30,8 +30,9 @@ Loss = Literal["mean", "sum", "terms"]
 TargetArgument = Annotated[
     list[str],
     typer.Argument(
+        metavar="SCRIPT",
         help="The script and its own arguments, or -m MODULE; or train.py:make, a function that is called with a plan "
-        "and returns (TrainStep, batches)."
+        "and returns (TrainStep, batches).",
     ),
 ]
 BudgetOption = Annotated[
@@ -255,7 +256,7 @@ def _told_and_saved(result: TuneResult, wanted: Wanted, command: list[str]) -> i
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.tuning.short_budget import budget_option
 
-    document = tune_document(result, include_private=wanted.include_private)
+    document = tune_document(result, budget_option, include_private=wanted.include_private)
     # First: printing may fail, as into a closed pipe.
     save_results(result.plan, document, wanted, plans=result.fits)
     print(to_text(document) if wanted.json else tune_text(result, budget_option))

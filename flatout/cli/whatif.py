@@ -9,13 +9,13 @@ import typer
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, IncludePrivateOption, IsolationOption
+from flatout.cli.trial_options import AllowNetworkOption, IncludePrivateOption, IsolationOption, TargetArgument
 
 Precision = Literal["fp32", "tf32", "bf16"]
 
 
 def whatif(
-    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    target: TargetArgument,
     device: Annotated[
         list[str] | None,
         typer.Option(

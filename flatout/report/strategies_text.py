@@ -72,6 +72,9 @@ def _trial(one: StrategyTrial, found: StrategiesFound) -> list[str]:
         lines = [
             head + "  ".join(filter(None, [f"{times:<18} {ratio_text(one.comparison)}", _memory(one, found), reason]))
         ]
+    memory = found.facts.memory.get(one.strategy)
+    if one.peak_bytes is None and memory is not None and memory.bytes is None and memory.reason:
+        lines.append(f"{'':<12}memory of a rank: unknown, because {memory.reason}")
     if one.predicted is not None:
         seconds = format_seconds(one.predicted.step_seconds)
         lines.append(f"{'':<12}predicted: a step of {seconds}: {one.predicted.reason}")

@@ -162,12 +162,16 @@ def floor_text(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1e}"
 
 
-def tune_document(result: Tuned, *, include_private: bool = False) -> dict[str, object]:
+def tune_document(
+    result: Tuned, option: BudgetOption = seconds_argument, *, include_private: bool = False
+) -> dict[str, object]:
     """Everything, for programs. `measurement` is the planned step, so that `flatout compare` can read it."""
-    return document(KIND, tune_payload(result, include_private=include_private))
+    return document(KIND, tune_payload(result, option, include_private=include_private))
 
 
-def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, object]:
+def tune_payload(
+    result: Tuned, option: BudgetOption = seconds_argument, *, include_private: bool = False
+) -> dict[str, object]:
     """The document without its header."""
     share_before, ceiling = ceiling_share(result, result.baseline_seconds)
     share_after, _ = ceiling_share(result, result.best_seconds)
@@ -187,7 +191,7 @@ def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, o
         "sources": list(result.plan.sources),
         "exactness": result.plan.exactness,
         "speedup": None if result.speedup is None else result.speedup.to_json(),
-        "reason": result.reason,
+        "reason": result.no_speedup_because(option),
         "final": None if result.final is None else _final(result),
         "proof": None if result.proof is None else result.proof.to_json(),
         "devices": None if result.devices is None else result.devices.to_json(),

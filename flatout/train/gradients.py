@@ -155,5 +155,6 @@ class GradientStep:
 
 
 def check_clip_norm(value: float | None) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < value < math.inf):
         raise UsageError(f"clip_norm is {value!r}", limit="it is a finite number above 0, or None")

@@ -99,14 +99,18 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
             hidden = hidden or left_out
             label, verb = commands[kind]
             blocks.append(Code(label=label, text=" ".join([verb, shlex.quote(script.text("name")), *arguments])))
+    if spec := sources["strategies"].text("spec") if "strategies" in sources else "":
+        ranks = sources["strategies"].number("ranks") or 0
+        blocks.append(Code(label="Choose again", text=f"flatout tune --devices {ranks:.0f} {shlex.quote(spec)}"))
     if hidden:
         digests = dict.fromkeys(doc.at("script").text("arguments_digest") for doc in sources.values())
         known = ", ".join(filter(None, digests))
         blocks.append(
             Text(text=f"{LEFT_OUT} stands for the script's arguments, which the documents leave out ({known}).")
         )
-    if "tune" in sources and (plan := sources["tune"].at("plan")):
-        blocks.append(Code(label="The plan's choices (flatout.toml)", text=_plan(plan)))
+    for kind in ("tune", "strategies"):
+        if kind in sources and (plan := sources[kind].at("plan")):
+            blocks.append(Code(label="The plan's choices (flatout.toml)", text=_plan(plan)))
     rows = [
         (
             f"{kind} document",

@@ -28,10 +28,11 @@ from flatout.report.html.profile_sections import profile, roofline
 from flatout.report.html.rank_section import ranks
 from flatout.report.html.reading import Part
 from flatout.report.html.step_sections import before_after, step
+from flatout.report.html.strategy_section import strategies
 from flatout.report.html.trial_section import trials
 from flatout.report.html.verdicts import Sources, verdict
 
-KINDS = ("tune", "run", "profile", "memory")
+KINDS = ("tune", "strategies", "run", "profile", "memory")
 _POLICY = "default-src 'none'; style-src '{style}'; base-uri 'none'; form-action 'none'"
 
 
@@ -41,6 +42,7 @@ def report_html(documents: Sequence[tuple[Path, Document]]) -> str:
     files = {str(doc["flatout"]["document"]): path.name for path, doc in documents}
     ordered = [
         before_after(sources),
+        strategies(sources),
         step(sources),
         ranks(sources),
         memory(sources),
@@ -94,8 +96,13 @@ def _subject(sources: Sources) -> str:
 
 
 def _name(doc: Part) -> str:
-    """Of the script, the model's class of a training step, or the function that was profiled."""
-    return doc.at("script").text("name") or doc.at("step").text("model") or doc.at("profile").text("name")
+    """Of the script, the model's class of a training step, or the function that was profiled or that made the step."""
+    return (
+        doc.at("script").text("name")
+        or doc.at("step").text("model")
+        or doc.at("profile").text("name")
+        or doc.text("spec")
+    )
 
 
 def _machine_line(sources: Sources) -> str:

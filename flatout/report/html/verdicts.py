@@ -9,7 +9,7 @@ from flatout.report.html.blocks import Verdict
 from flatout.report.html.reading import Part
 from flatout.report.step_text import percent, training_elsewhere
 from flatout.statistics import median
-from flatout.units import format_bytes, format_seconds
+from flatout.units import format_bytes, format_number, format_seconds
 
 Sources = Mapping[str, Part]
 """Kind of document -> its content."""
@@ -31,7 +31,13 @@ PART_NAMES = {
 
 def verdict(sources: Sources) -> Verdict:
     """`sources` has at least one document."""
-    makers = {"tune": _of_tune, "run": _of_run, "profile": _of_profile, "memory": _of_memory}
+    makers = {
+        "tune": _of_tune,
+        "strategies": _of_strategies,
+        "run": _of_run,
+        "profile": _of_profile,
+        "memory": _of_memory,
+    }
     found = {kind: make(sources[kind]) for kind, make in makers.items() if kind in sources}
     (_, first), *others = found.items()
     lines = list(first.lines)
@@ -68,6 +74,27 @@ def _of_tune(doc: Part) -> Verdict:
     return Verdict(headline=f"{headline} on {chosen:.0f} devices", tone="good", detail=detail, lines=tuple(lines))
 
 
+def _of_strategies(doc: Part) -> Verdict:
+    """Of a choice of parallel strategies."""
+    chosen, compared, ranks = doc.text("chosen"), doc.at("comparison"), doc.number("ranks") or 0
+    facts, step = doc.at("facts"), doc.at("facts").number("step_seconds")
+    trained = f"{facts.text('model') or 'a model'} with {format_number(facts.number('parameters') or 0)} parameters"
+    lines = [("trained", trained)]
+    if not chosen:
+        reason = doc.text("reason") or "no strategy was faster than one process"
+        detail = f"A step of one process takes {format_seconds(step)}" if step else ""
+        return Verdict(headline=_sentence(reason), tone="", detail=detail, lines=tuple(lines))
+    proof = doc.at("proof")
+    if proof:
+        steps = f" over {proof.number('steps') or 0:.0f} steps"
+        lines.append(("numbers", f"{proof.text('verdict')}{steps}"))
+    on = f"{chosen} on {ranks:.0f} ranks"
+    if compared.number("ratio") is None:
+        return Verdict(headline=_sentence(on), tone="", detail="One process does not fit", lines=tuple(lines))
+    headline, detail, tone = _speed(compared, doc, "step_seconds")
+    return Verdict(headline=f"{headline} with {on}", tone=tone, detail=detail, lines=tuple(lines))
+
+
 def _on_one_device(doc: Part) -> Verdict:
     speed, fit = doc.at("speedup"), doc.at("fit")
     lines = []
@@ -87,10 +114,10 @@ def _on_one_device(doc: Part) -> Verdict:
     return Verdict(headline=headline, tone=tone, detail=detail, lines=tuple(lines))
 
 
-def _speed(speed: Part, times: Part) -> tuple[str, str, str]:
+def _speed(speed: Part, times: Part, after_key: str = "candidate_seconds") -> tuple[str, str, str]:
     """(headline, what it rests on, tone) of a comparison; times: has the seconds of both sides."""
     ratio, low, high = (speed.number(key) for key in ("ratio", "low", "high"))
-    before, after = times.number("baseline_seconds"), times.number("candidate_seconds")
+    before, after = times.number("baseline_seconds"), times.number(after_key)
     steps = f"{format_seconds(before)} → {format_seconds(after)} a step" if before and after else ""
     interval = f"95 % interval ×{low:.2f} to ×{high:.2f}" if low and high else "too few pairs for an interval"
     detail = ", ".join(part for part in (steps, interval, _pairs(speed)) if part)

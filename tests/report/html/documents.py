@@ -254,3 +254,46 @@ PROFILE = {
     },
 }
 EVERYTHING = {"tune": TUNE, "run": RUN, "profile": PROFILE, "memory": MEMORY}
+
+STRATEGIES = {
+    "flatout": {"document": "strategies", "schema": 1, "version": "0.1.0"},
+    "machine": TUNE["machine"],
+    "spec": "net.py:make",
+    "ranks": 2,
+    "facts": {
+        "model": "GPT",
+        "parameters": 81_408,
+        "step_seconds": 0.3,
+        "memory": {
+            "one process": {"bytes": 150_000_000, "reason": ""},
+            "ddp": {"bytes": 159_820_076, "reason": ""},
+            "tensor": {"bytes": None, "reason": "there are forecasts for ddp and fsdp alone"},
+        },
+    },
+    "limit_bytes": 2_000_000_000,
+    "exchange_seconds": 0.004,
+    "trials": [
+        {
+            "strategy": "ddp",
+            "outcome": "kept",
+            "reason": "",
+            "predicted": {"step_seconds": 0.25, "reason": "half of the batch in each rank"},
+            "comparison": _comparison(1.12, 1.05, 1.19),
+            "baseline_seconds": 0.3,
+            "step_seconds": 0.268,
+            "peak_bytes": 159_820_064,
+        },
+        {"strategy": "tensor", "outcome": "refused", "reason": "no layer can be split", "predicted": None},
+    ],
+    "chosen": "ddp",
+    "reason": "",
+    "plan": {"parallel": "ddp"},
+    "comparison": _comparison(1.12, 1.05, 1.19),
+    "baseline_seconds": 0.3,
+    "step_seconds": 0.268,
+    "proof": {"verdict": "equal to rounding", "steps": 30},
+    "budget_seconds": 100.0,
+    "seconds": 93.0,
+    "warnings": ["batches are shared by two ranks"],
+}
+"""Of a choice of parallel strategies, by itself: it is of a function that makes a step."""

@@ -19,7 +19,7 @@ from flatout.errors import UsageError
 from flatout.report.html.page import report_html
 from flatout.report.html.reading import Part
 from flatout.report.html.verdicts import verdict
-from tests.report.html.documents import EVERYTHING, FINDING, MEMORY, PROFILE, RUN, TUNE, recorded
+from tests.report.html.documents import EVERYTHING, FINDING, MEMORY, PROFILE, RUN, STRATEGIES, TUNE, recorded
 
 VOID = {"meta"}
 HOSTILE = (
@@ -210,6 +210,23 @@ def test_the_memory_of_each_rank_is_in_a_table_and_a_leak_of_one_in_the_verdict(
     assert re.search(r"rank 1 [\d.]+ \w+ [\d.]+ \w+ [\d.]+ \w+ train.py:17", text)
 
 
+def test_a_choice_of_strategies_is_shown_predicted_beside_measured() -> None:
+    text = Page(rendered({"strategies": STRATEGIES})).text
+    assert "1.12 times as fast with ddp on 2 ranks" in text
+    assert "300 ms → 268 ms a step" in text
+    assert "equal to rounding over 30 steps" in text
+    assert "ddp 268 ms ×1.12 1.05 to 1.19 250 ms half of the batch in each rank 152 MiB measured kept" in text
+    assert "tensor not timed not timed unknown there are forecasts for ddp and fsdp alone refused" in text
+    assert "flatout tune --devices 2 net.py:make" in text
+    assert 'parallel = "ddp"' in text
+
+
+def test_a_choice_that_stays_with_one_process_says_why() -> None:
+    none = {**STRATEGIES, "chosen": None, "reason": "no strategy was faster than one process", "comparison": None}
+    text = Page(rendered({"strategies": {**none, "proof": None, "plan": {}}})).text
+    assert "No strategy was faster than one process A step of one process takes 300 ms" in text
+
+
 def test_one_finding_of_two_documents_is_shown_once(page: Page) -> None:
     assert page.text.count(str(FINDING["title"])) == 1
 
@@ -253,14 +270,15 @@ def test_it_can_be_read_without_eyes_or_mouse(page: Page) -> None:
     assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
-def test_hostile_texts_change_nothing_of_the_structure() -> None:
+@pytest.mark.parametrize("documents", [EVERYTHING, {"strategies": STRATEGIES}], ids=["script", "step"])
+def test_hostile_texts_change_nothing_of_the_structure(documents: dict[str, Any]) -> None:
     """Every text of every document, names of parts too, is one that tries to become HTML."""
-    plain, hostile = (Page(rendered(_with_texts(EVERYTHING, word))) for word in ("x" * len(HOSTILE), HOSTILE))
+    plain, hostile = (Page(rendered(_with_texts(documents, word))) for word in ("x" * len(HOSTILE), HOSTILE))
     assert hostile.tags == plain.tags
     names = [[sorted(attributes) for _, attributes in one.elements] for one in (hostile, plain)]
     assert names[0] == names[1]
     assert HOSTILE.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd") in hostile.text
-    assert rendered(_with_texts(EVERYTHING, HOSTILE)).encode()  # a lone surrogate would fail
+    assert rendered(_with_texts(documents, HOSTILE)).encode()  # a lone surrogate would fail
 
 
 KEPT = {"document", "verdict", "outcome", "severity", "confidence", "device", "bound", "fingerprint"}
@@ -288,10 +306,11 @@ def test_a_severity_of_another_version_is_no_class() -> None:
 def test_a_value_of_any_kind_is_shown_or_refused(value: Any) -> None:
     """A document that somebody edited is never a traceback."""
     rng = random.Random(repr(value))
-    kinds = list(EVERYTHING)
+    documents = {**EVERYTHING, "strategies": STRATEGIES}
+    kinds = list(documents)
     for _ in range(25):
         kind = rng.choice(kinds)
-        doc = copy.deepcopy(EVERYTHING[kind])
+        doc = copy.deepcopy(documents[kind])
         places = [place for place in _places(doc) if place[0] != "flatout"]
         *path, last = rng.choice(places)
         inside = doc
@@ -324,7 +343,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     with pytest.raises(UsageError, match=r"b\.json is another 'run'; a report shows one of each kind; flatout compare"):
         report_html([(Path("a.json"), RUN), (Path("b.json"), RUN)])
     with pytest.raises(
-        UsageError, match=r"check\.json is a 'check' document; a report shows documents of tune, run, profile"
+        UsageError, match=r"check\.json is a 'check' document; a report shows documents of tune, strategies, run"
     ):
         rendered({"check": recorded("check")})
 
