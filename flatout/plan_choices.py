@@ -381,6 +381,21 @@ class Choices:
         in_forecasts=False,
         requires=(_WITH_FSDP,),
     )
+    fsdp_cpu_offload: bool | None = choice(
+        "FSDP keeps parameters, gradients and optimizer state in the host's memory, and updates them there (CUDA only)",
+        scopes=("step",),
+        exactness="rounding",
+        in_forecasts=False,
+        requires=(
+            _WITH_FSDP,
+            Requirement(
+                other="precision",
+                allows=lambda kind: kind != "fp16",
+                why="a loss scaler needs gradients on the GPU",
+                remedy="set fsdp_dtype = 'bf16' instead",
+            ),
+        ),
+    )
 
     micro_batches: int | None = choice(
         "parts that each batch is split into, for one optimizer step; the batch does not grow",

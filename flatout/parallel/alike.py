@@ -23,6 +23,7 @@ COMPARED = (
     "ddp_static_graph",
     "fsdp_dtype",
     "fsdp_keep_gathered",
+    "fsdp_cpu_offload",
     "nonfinite",
 )
 """Choices that decide what ranks send one another."""

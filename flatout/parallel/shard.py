@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from flatout.data.nested import tensors_in
-from flatout.errors import UsageError
+from flatout.errors import PlanError, UsageError
 from flatout.levers.compile import repeated_blocks
 from flatout.parallel.replicate import same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
@@ -90,11 +90,16 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     """Shard the model over all ranks, in place, and give the optimizer the sharded parameters.
 
     Every rank begins with rank 0's weights. State that the optimizer holds already is sharded with its parameters.
-    What the model returns keeps its dtype under fsdp_dtype, so that losses are computed in fp32.
+    What the model returns keeps its dtype under fsdp_dtype, so that losses are computed in fp32. With fsdp_cpu_offload
+    the parts stay in the host's memory, and the model may be there too when it is given.
     """
-    same_on_all_ranks(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     device = next(iter(before.values())).device.type
+    offload = OffloadPolicy()
+    if plan.fsdp_cpu_offload:
+        _check_offload()
+        device, offload = "cuda", CPUOffloadPolicy()
+    same_on_all_ranks(model)
     with disable_current_modes():  # it computes with the ranks' numbers, in a forecast too
         mesh = init_device_mesh(device, (distributed.get_world_size(),))
     gathered = torch.bfloat16 if plan.fsdp_dtype == "bf16" else None
@@ -102,11 +107,27 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     outside = replace(inside, output_dtype=gathered and torch.float32)
     again = False if plan.fsdp_keep_gathered else None  # None: torch's default, which gathers blocks twice
     for block in repeated_blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=inside, reshard_after_forward=again)
-    fully_shard(model, mesh=mesh, mp_policy=outside, reshard_after_forward=again)
+        fully_shard(block, mesh=mesh, mp_policy=inside, offload_policy=offload, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, mp_policy=outside, offload_policy=offload, reshard_after_forward=again)
     after = dict(model.named_parameters(remove_duplicate=False))
     exchange_parameters(optimizer, [(old, after[name]) for name, old in before.items()])
     return sharded_by_user(model)
+
+
+def _check_offload() -> None:
+    if not torch.cuda.is_available():
+        raise PlanError(
+            "fsdp_cpu_offload on a machine without a GPU that torch can use",
+            limit="parameters are in the host's memory already",
+            remedy="drop it",
+        )
+    backends = distributed.get_backend_config()
+    if "cpu:" not in backends:
+        raise PlanError(
+            f"fsdp_cpu_offload, and the ranks send to each other by {backends}",
+            limit="the norm of gradients in the host's memory is added up there",
+            remedy="let Flatout begin torch.distributed, or: init_process_group('cpu:gloo,cuda:nccl')",
+        )
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -23,6 +24,16 @@ CUTS, STAGES = "cuts_over_ranks", "stages_of_ranks"
 def is_distributed(value: object) -> bool:
     """Is it a tensor of which this rank may hold a part only?"""
     return hasattr(value, "full_tensor") and hasattr(value, "placements")
+
+
+def home_of(parameter: Tensor) -> torch.device:
+    """Where it is computed with: its device, or that of its ranks where its part waits in the host's memory."""
+    import torch
+
+    if not is_distributed(parameter) or parameter.device.type != "cpu":
+        return parameter.device
+    kind: str = parameter.device_mesh.device_type  # type: ignore[attr-defined]  # of a DTensor
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else parameter.device
 
 
 def whole(value: Any) -> Any:  # a DTensor, or anything else
@@ -47,7 +58,8 @@ def like(parameter: Any, value: Any) -> Any:  # DTensors or tensors
     from torch.distributed.tensor import distribute_tensor
 
     local = value.to(parameter.device)
-    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    part = distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return part.to(parameter.device)  # the mesh may be of GPUs, and the parameter wait in the host's memory
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:  # a DTensor or a tensor

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device, device_index
+from flatout.parallel.whole_tensors import home_of
 from flatout.parameters import parameters_of
 from flatout.script.patches import Patches
 from flatout.script.spans import Span, in_span
@@ -79,7 +80,7 @@ def device_name(subject: Subject) -> str:
         of_modules = (one for module in subject.modules for one in module.parameters())
         of_optimizers = (one for optimizer in subject.optimizers for one in parameters_of(optimizer))
         for parameter in itertools.chain(of_modules, of_optimizers):
-            subject.last_device = str(parameter.device)
+            subject.last_device = str(home_of(parameter))
             break
     return subject.last_device or "cpu"
 

@@ -99,6 +99,10 @@ def _one_of(training: Training, samples: int, ranks: int) -> tuple[Training, int
             limit=f"a forecast of ranks is for {', '.join(map(repr, FORECAST_RANKS))}",
             remedy="set it: step.with_plan(flatout.Plan(parallel='fsdp'))",
         )
+    if training.plan.fsdp_cpu_offload:
+        raise UsageError(
+            "fsdp_cpu_offload is set", limit="what waits in the host's memory is not forecast", remedy="drop it"
+        )
     if samples < ranks:
         raise UsageError(f"the batch has {samples} samples for {ranks} ranks", limit="each has one at least")
     return replace(training, ranks=ranks), -(-samples // ranks)

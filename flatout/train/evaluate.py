@@ -22,6 +22,7 @@ from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
 from flatout.parallel.heartbeat import alive
+from flatout.parallel.whole_tensors import home_of
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
@@ -218,7 +219,7 @@ def _one(name: str, value: object) -> Number:
 
 def _only_device(model: Module) -> torch.device | None:
     """The model's device; None if it has no parameters, or several devices."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {home_of(parameter) for parameter in model.parameters()}
     return devices.pop() if len(devices) == 1 else None
 
 

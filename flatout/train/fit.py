@@ -256,7 +256,7 @@ def _run(
     """The parts, checked and put together."""
     remedy = "make one: flatout.TrainStep(model, optimizer, loss_fn)"
     as_instance(step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy=remedy)
-    source = batches_of(data, step.plan, next(step.model.parameters()).device)
+    source = batches_of(data, step.plan, step.device)
     as_instance(metric, "metric", str, limit="it is the name of a figure of the evaluation")
     if epoch_scheduler is not None:
         check_scheduler_of(step.optimizer, epoch_scheduler, "epoch_scheduler")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flatout import environment
 from flatout.data.nested import is_numpy_array, leaves_in, tensors_in
 from flatout.errors import UsageError
+from flatout.parallel.whole_tensors import home_of
 
 if TYPE_CHECKING:
     import torch
@@ -87,11 +88,11 @@ def explain_devices(model: Module, batch: object, error: Exception) -> None:
     """Raise a UsageError that names the tensors on another device, if model and batch are on different devices."""
     held = [(f"model.{name}", tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     inputs = list(tensors_in(batch))
-    places = Counter(str(tensor.device) for _, tensor in held)
+    places = Counter(str(home_of(tensor)) for _, tensor in held)
     if not places:
         return
     home = places.most_common(1)[0][0]
-    strays = [(name, str(tensor.device)) for name, tensor in (*held, *inputs) if str(tensor.device) != home]
+    strays = [(name, str(home_of(tensor))) for name, tensor in (*held, *inputs) if str(home_of(tensor)) != home]
     if not strays:
         return
     listed = ", ".join(f"{name} is on {place}" for name, place in strays[:4])

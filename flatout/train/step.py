@@ -41,7 +41,7 @@ from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.parallel.heartbeat import heartbeat
 from flatout.parallel.parallelize import parallelize
-from flatout.parallel.whole_tensors import ELSEWHERE
+from flatout.parallel.whole_tensors import ELSEWHERE, home_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.precision.recurrent import lstm_gradients_right
@@ -199,8 +199,8 @@ class TrainStep:
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter that it trains."""
-        return self._update.parameters[0].device
+        """Where the first parameter that it trains is computed with."""
+        return home_of(self._update.parameters[0])
 
     @property
     def skipped(self) -> int:
@@ -667,7 +667,7 @@ def _check_loss(loss: object) -> None:
 
 def _device_of(model: Module) -> str:
     parameter = next(model.parameters(), None)
-    return str(parameter.device) if parameter is not None else "cpu"
+    return str(home_of(parameter)) if parameter is not None else "cpu"
 
 
 def _name_in(model: Module, parameter: Tensor) -> str:

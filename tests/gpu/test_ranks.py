@@ -28,6 +28,7 @@ import flatout
 from torch.nn.functional import cross_entropy
 
 strategy, precision, backend = sys.argv[1:]
+strategy, _, offloaded = strategy.partition("-")
 if backend:
     torch.cuda.set_device(0)
     torch.distributed.init_process_group(backend)
@@ -37,7 +38,9 @@ config = flatout.models.GPT2Config(
     vocab_size=64, max_tokens=16, width=32, heads=4, layers=2,
     dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0,
 )
-model = flatout.models.GPT2(config).to(here.device)
+model = flatout.models.GPT2(config)
+if not offloaded:
+    model.to(here.device)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1)).to(here.device)
 mine = tokens.chunk(here.count)[here.rank]
@@ -46,13 +49,18 @@ def loss(model, batch):
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 plan = flatout.Plan(parallel=None if strategy == "none" else strategy, precision=precision or None)
-step = flatout.TrainStep(model, optimizer, loss, plan)
+if offloaded:
+    plan = plan.with_choice("fsdp_cpu_offload", True, "the model does not fit")
+step = flatout.TrainStep(model, optimizer, loss, plan, clip_norm=0.5)
 losses = []
 for _ in range(4):
     value = step(mine).detach().clone()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(value)
     losses.append(float(value) / here.count)
+places = {str(one.device.type) for one in step.model.parameters()}
+places |= {str(one.device.type) for state in optimizer.state.values() for one in state.values()}
+assert not offloaded or (places == {"cpu"} and step.device.type == "cuda"), (places, step.device)
 backend = str(torch.distributed.get_backend()) if torch.distributed.is_initialized() else None
 if here.rank == 0:
     print(json.dumps({"losses": losses, "device": str(here.device), "count": here.count, "backend": backend}))
@@ -115,7 +123,7 @@ def test_one_rank_over_nccl(tmp_path: Path, precision: str) -> None:
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=2e-2 if precision else 1e-4, atol=0)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp-offloaded"])
 def test_two_ranks_that_share_a_gpu(tmp_path: Path, strategy: str) -> None:
     expected = trained(tmp_path, "none", "")
     found = trained_by_two(tmp_path, strategy, "")
