@@ -515,6 +515,116 @@ def claims(document: Document) -> str:
     return table(("what guides say", "here", "measured"), rows, above(document))
 
 
+# many ranks
+
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+REFUSED = {
+    "batch norm": "refused: batch norm",
+    "no rule": "no rule",
+    "and there are 4 ranks": "too few blocks",
+    "no repeated blocks": "no blocks",
+    "no chain": "no chain",
+}
+"""A word of the reason -> what stands for it."""
+
+
+def ranks_matrix(document: Document) -> str:
+    """By model and strategy: the larger difference of losses and weights, as a multiple of one rounding's."""
+    cells = {(one["model"], one["strategy"], one["ranks"]): one for one in document["cells"]}
+    models = list(dict.fromkeys(one["model"] for one in document["cells"]))
+    rows = []
+    for model in models:
+        of_model = [[cells[model, name, count] for count in (2, 4)] for name in STRATEGIES]
+        rows.append([model, *(", ".join(dict.fromkeys(map(_matrix_cell, pair))) for pair in of_model)])
+    more = f", {document['steps']} steps, 2 and 4 ranks"
+    return table(["model", *STRATEGIES], rows, above(document, more))
+
+
+def _matrix_cell(cell: Document) -> str:
+    if "refused" in cell:
+        return next((short for word, short in REFUSED.items() if word in cell["refused"]), "refused")
+    return f"{max(cell['of_noise']):.2g}" if cell["alike"] and cell["same_samples"] else "DIFFERENT"
+
+
+def ranks_overhead(document: Document) -> str:
+    """Two ranks, beside the same loop by hand."""
+    scaling = document["weak_scaling"]
+    rows = [
+        [one["one"], one["other"], ratio(one["comparison"]).removeprefix("x"), percent(scaling[one["one"]])]
+        for one in document["rows"]
+    ]
+    header = ["", "beside", "speed of the one over that of the other", "of one rank's speed, per rank"]
+    return table(header, rows, above(document, f", {document['ranks']} ranks with a thread each"))
+
+
+FAULTS = {
+    "kill": "SIGKILL to a rank",
+    "kill all": "SIGKILL to every rank at once",
+    "hang": "SIGSTOP to a rank, for good",
+    "slow": "SIGSTOP to a rank for a second",
+    "term": "SIGTERM to a rank",
+    "disk full": "no room for checkpoints",
+}
+
+
+def faults(document: Document) -> str:
+    """Of each kind: how many there were, and how many left what was promised."""
+    rows = []
+    for kind, title in FAULTS.items():
+        found = [one for one in document["faults"].values() if one["kind"] == kind]
+        kept = sum(one["as_promised"] and one["same_weights"] for one in found)
+        restarted = sum(one["restarts"] > 0 for one in found)
+        left = sum(one["processes_left"] for one in found)
+        rows.append([title, f"{len(found)}", f"{kept}", f"{restarted}", f"{left}"])
+    header = ["fault", "done", "as promised, same weights", "started again", "processes left"]
+    return table(header, rows, above(document))
+
+
+HOSTS = {
+    "plain": "nothing happens",
+    "cut for 3 s": "a host is cut off for 3 s",
+    "cut for 30 s": "for 30 s",
+    "back later": "until the others go on",
+    "cut for good": "for good, with --min-nnodes 2",
+    "killed": "its launcher and rank are killed",
+    "host 0 cut": "the host that leads is cut off",
+    "slow link": "a link has 20 Mbit/s",
+}
+
+
+def hosts(document: Document) -> str:
+    """Three hosts on one machine."""
+    rows = []
+    for kind, title in HOSTS.items():
+        one = document["cases"][kind]
+        if "bit_identical" in one:
+            weights = "bit-identical" if one["bit_identical"] else "DIFFERENT"
+        elif "difference" in one:
+            rounding = one["difference_of_one_rounding"]
+            weights = f"{one['difference']:.0e}; one rounding error changes them by {rounding:.0e}"
+        else:
+            weights = f"all hosts ended in {format_seconds(one['seconds_until_all_ended'])}, and said why"
+        rows.append([title, f"{one['restarts']}", weights, "yes" if one["as_promised"] else "NO"])
+    return table(["", "restarts", "weights", "as promised"], rows, above(document))
+
+
+def planning(document: Document) -> str:
+    """Planned beside published: tokens each second and memory of a GPU."""
+    rows = []
+    for one in document["published"]:
+        tokens, memory = one["published"]["tokens_per_second"], one["published"]["memory_gib"]
+        published = f"{tokens:,.0f} tokens/s" + ("" if memory is None else f", {memory:.0f} GiB")
+        planned, error = one["reason"].partition(":")[0] if "reason" in one else "", "not predicted"
+        if "planned" in one:
+            found, wrong = one["planned"], one["errors"]
+            planned = f"{found['tokens_per_second']:,.0f} tokens/s, {found['memory_gib']:.0f} GiB"
+            error = f"{wrong['tokens_per_second']:+.1%}" if one["label"] == "test" else "fitted to it"
+            error += "" if wrong["memory"] is None else f", {wrong['memory']:+.0%} memory"
+            error = error.replace("%", " %").replace("-", "\u2212")
+        rows.append([f"{one['model']}, {one['how']}", published, planned, error])
+    return table(["run, a GPU of it", "published", "planned", "error"], rows)
+
+
 def _payload(document: Document) -> Document:
     return {name: value for name, value in document.items() if name not in ("flatout", "note")}
 
@@ -537,4 +647,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "generation": generation,
     "encode": encode,
     "gpu_training": gpu_training,
+    "ranks_matrix": ranks_matrix,
+    "ranks_overhead": ranks_overhead,
+    "faults": faults,
+    "hosts": hosts,
+    "planning": planning,
 }

@@ -22,6 +22,7 @@ from flatout.script.entry import Target
 from flatout.script.replicas.refusal import refusal_of
 from flatout.script.replicas.settings import Settings
 from flatout.script.work_folder import work_folder
+from flatout.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def device_count(asked: str, *, on_cpu: bool) -> tuple[int, tuple[str, ...]]:
         raise UsageError(f"--devices is {asked!r}", limit="it is a number from 1, or auto", remedy="use --devices 2")
     if gpus and count > len(gpus):
         raise UsageError(
-            f"--devices is {count}, and there are {len(gpus)} usable GPUs",
+            f"--devices is {count}, and {counted(len(gpus), 'GPU')} may be used",
             limit="each rank has a GPU of its own",
             remedy=f"use --devices {len(gpus)}, or --device cpu to train on the processor",
         )
