@@ -29,9 +29,12 @@ from benchmarks.scripts.catalogue import (
     MAKEMORE,
     MINGPT_ADDER,
     MNIST,
+    NANOGPT,
     OWN_EXAMPLES,
+    TINY_DIFFUSION,
     VAE,
     WORD_LANGUAGE_MODEL,
+    YUNJEY_LANGUAGE_MODEL,
     PublicScript,
 )
 from benchmarks.scripts.workspace import PROJECT, find_checkout, fresh_workspace
