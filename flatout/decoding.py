@@ -60,7 +60,7 @@ def _decoded(hint: object, data: object, name: str) -> object:
 
 def _instance(make: Callable[..., object], hints: Mapping[str, object], data: object, name: str) -> object:
     if not isinstance(data, Mapping):
-        raise TypeError(f"{name} is {data!r}, which is no object with fields")
+        raise TypeError(f"{name} is {data!r}, which is not an object with fields")
     unknown = [key for key in data if key not in hints]
     if unknown:
         raise TypeError(f"{name} has no field {unknown[0]!r}")

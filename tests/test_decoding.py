@@ -67,7 +67,7 @@ def test_what_is_missing_gets_its_default_and_whole_numbers_are_floats() -> None
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], r"Outer is \[\], which is no object with fields"),
+        ([], r"Outer is \[\], which is not an object with fields"),
         ({"name": 1}, "Outer.name is 1, which is no str"),
         ({"name": "n", "kind": "c"}, "Outer.kind is 'c'"),
         ({"name": "n", "flag": 1}, "Outer.flag is 1"),

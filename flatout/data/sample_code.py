@@ -233,7 +233,7 @@ class _Run:
                 return above
         elif isinstance(owner, ModuleType) and (owner is torch or owner.__name__ == "PIL.Image"):
             return getattr(owner, name, None)
-        raise NotWholeBatch(f"its __getitem__ uses .{name}, which is no plain attribute")
+        raise NotWholeBatch(f"its __getitem__ uses .{name}, which is not a plain attribute")
 
     def _rows(self, stored: object) -> Rows | Plain:
         """`stored[index]` of each sample."""
@@ -328,7 +328,7 @@ def _to_tensor(name: str, arguments: list[object], dtype: torch.dtype | None) ->
     if isinstance(value, Rows) and (value.kind == "array" or (value.kind == "scalar" and name != "from_numpy")):
         _cpu()
         return Rows("tensor", value.values if dtype is None else _cast(value.values, dtype))
-    raise NotWholeBatch(f"its __getitem__ makes tensors with torch.{name} of what is no array")
+    raise NotWholeBatch(f"its __getitem__ makes tensors with torch.{name} of what is not an array")
 
 
 def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -353,7 +353,7 @@ def _number(kind: type, value: object) -> Rows:
             return Rows("number", values.to(torch.int64))
         if kind is float and values.is_floating_point():
             return Rows("number", values.to(torch.float64))
-    raise NotWholeBatch(f"its __getitem__ takes {kind.__name__}() of what is no single value of that kind")
+    raise NotWholeBatch(f"its __getitem__ takes {kind.__name__}() of what is not a single value of that kind")
 
 
 def _image(arguments: list[object], keywords: dict[str | None, object]) -> Rows:
@@ -395,7 +395,7 @@ def _transformed(transform: object, value: object) -> Rows:
     match type(transform).__name__:
         case "Compose":
             if type(settings["transforms"]) not in (list, tuple):
-                raise NotWholeBatch("its transforms are no list")
+                raise NotWholeBatch("its transforms are not a list")
             for one in settings["transforms"]:
                 value = _transformed(one, value)
             return value

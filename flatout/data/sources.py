@@ -214,7 +214,7 @@ def _source_of(data: object, collate_fn: Collate) -> Source:
         )
     if not is_indexed(data) or isinstance(data, (str, bytes, Mapping)):
         raise UsageError(
-            f"{type(data).__name__} is no source of batches",
+            f"{type(data).__name__} is not a source of batches",
             limit="tensors or arrays (in dicts, tuples, dataclasses), a Dataset, a stream or a DataLoader are",
         )
     if collate_fn is default_collate and _is_in_tensors(data):

@@ -63,7 +63,7 @@ def loss_not_falling(facts: Facts) -> Seen | None:
     means="A softmax comes before the cross-entropy, which takes the softmax itself: gradients are weak, and the loss "
     "cannot approach 0.",
     needs="in at least 3 backward passes of a line, and all whose graphs were followed, a log_softmax takes what a "
-    "softmax gives; a log_softmax before it changes nothing and is no finding",
+    "softmax gives; a log_softmax before it changes nothing and is not a finding",
     if_wrong="the model learns faster, and what reads its outputs as probabilities needs the softmax there",
 )
 def softmax_before_cross_entropy(facts: Facts) -> Seen | None:

@@ -65,7 +65,7 @@ def fp32_matmul(facts: Facts) -> Seen | None:
 
 @check(
     means="Sizes of products keep the GPU from its matrix units, or from their full speed.",
-    needs="on a GPU, products in a short format with a size that is no multiple of 8 take at least 10 % of a step",
+    needs="on a GPU, products in a short format with a size that is not a multiple of 8 take at least 10 % of a step",
     if_wrong="some rows of weights more",
 )
 def unaligned_shapes(facts: Facts) -> Seen | None:
@@ -80,7 +80,7 @@ def unaligned_shapes(facts: Facts) -> Seen | None:
     rows.sort(key=lambda one: -one.seconds)
     return Seen(
         title=f"products with unaligned sizes take {share:.0%} of a step",
-        evidence=f"{rows[0].name} of {rows[0].shapes}: sizes that are no multiples of {MULTIPLE}",
+        evidence=f"{rows[0].name} of {rows[0].shapes}: sizes that are not multiples of {MULTIPLE}",
         remedy=f"round vocabulary and widths up to a multiple of {MULTIPLE} (64 for a vocabulary)",
         certain=False,
         lines=where([line for one in rows[:3] if (line := source_line(one.line)) is not None]),

@@ -75,7 +75,7 @@ def _arrays(path: Path) -> Mapping[str, Array]:
         return {"": np.lib.format.open_memmap(path, mode="r")}
     if path.suffix == ".npz":
         if not zipfile.is_zipfile(path):  # numpy would take it for a pickle
-            raise UsageError(f"cannot read {path}: it is no whole .npz archive", remedy=REMEDY)
+            raise UsageError(f"cannot read {path}: it is not a complete .npz archive", remedy=REMEDY)
         with open(path, "rb") as file, np.load(file) as arrays:
             return {name: arrays[name] for name in arrays.files}
     from safetensors.torch import load_file

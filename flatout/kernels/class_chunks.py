@@ -25,7 +25,7 @@ LEAST_CLASSES = 1024
 TILE = 128
 """Columns that products compute together."""
 ALIGNED = 8
-"""Numbers of 16 bits: products of sizes that are no multiples of this are several times slower."""
+"""Numbers of 16 bits: products of sizes that are not multiples of this are several times slower."""
 
 
 class ClassChunk(NamedTuple):

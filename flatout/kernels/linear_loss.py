@@ -85,7 +85,7 @@ def _linear_loss(
         torch.get_num_threads(),
     )
     if not library_or_error("linear_loss").flatout_linear_loss(ctypes.byref(job)):
-        raise IndexError("a target is no class")
+        raise IndexError("a target is not a class")
     return [losses, *found]
 
 

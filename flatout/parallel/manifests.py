@@ -66,7 +66,7 @@ def _check_word(word: str) -> None:
     if not isinstance(word, str):
         raise UsageError(f"an argument is {word!r}", limit="arguments are text")
     if "\0" in word or any("\ud800" <= character <= "\udfff" for character in word):
-        raise UsageError(f"the argument {word!r} is no text in UTF-8", limit="a manifest is a text file")
+        raise UsageError(f"the argument {word!r} is not text in UTF-8", limit="a manifest is a text file")
 
 
 def _options(request: Launch) -> list[str]:

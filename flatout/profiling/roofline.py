@@ -223,7 +223,7 @@ def _why_not(row: OperatorRow, unit: str, dtypes: frozenset[str], tf32: bool, *,
     if dtype not in dtypes:
         return f"{dtype or 'unknown dtype'}: {unit} here takes {', '.join(sorted(dtypes))}"
     if on_gpu and dtype in ("fp16", "bf16") and not _is_aligned(row.shapes):
-        return f"{dtype}: sizes are no multiples of {_ALIGNED}"
+        return f"{dtype}: sizes are not multiples of {_ALIGNED}"
     return ""
 
 

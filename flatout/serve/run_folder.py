@@ -67,7 +67,8 @@ def read_run(folder: Path) -> SeenRun:
         found = path.stat()
     except OSError as error:
         raise UsageError(
-            f"{folder} is no folder of a run: no {STATE} ({error.strerror})", remedy="list them with: flatout watch"
+            f"{folder} is not the folder of a run: no {STATE} ({error.strerror})",
+            remedy="list them with: flatout watch",
         ) from error
     if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_BYTES:
         raise UsageError(f"{path} is not the state of a run", limit=f"a file of at most {LARGEST_BYTES >> 20} MiB")

@@ -127,7 +127,7 @@ def _figures(target: Target) -> tuple[GpuEntry | None, float | None, str]:
 
     if target.name.startswith("cuda"):
         if not torch.cuda.is_available():
-            return None, None, f"{target.name!r} is not here, and is no product: name a GPU of the catalogue"
+            return None, None, f"{target.name!r} is not here, and is not in the catalogue: name a GPU of the catalogue"
         index = device_index(torch.device(target.name))
         peak, why = transfer_peak("cuda", MEASURING_SECONDS, to_device=True, pinned=True)
         entry = published_peaks(torch.cuda.get_device_name(index))[0]

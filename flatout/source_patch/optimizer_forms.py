@@ -42,7 +42,7 @@ def zero_grad(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoo
     """`set_to_none=True`, where nothing in the script looks at gradients."""
     mentioned = sources.mentions(".grad\n", ".grad ", ".grad.", ".grad)", ".grad,", ".grad[", "requires_grad")
     if mentioned:
-        raise NoSourceForm(f"the script mentions {mentioned.strip()}, and a gradient that is None is no zero there")
+        raise NoSourceForm(f"the script mentions {mentioned.strip()}, and a gradient that is None is not zero there")
     found = [(file, call) for file, call in sources.calls() if called(call) == "zero_grad" and _fills(call)]
     if not found:
         raise NoSourceForm("no call of zero_grad(set_to_none=False) was found")

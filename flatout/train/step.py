@@ -578,7 +578,7 @@ class TrainStep:
 
     def _refuse_to_split_alone(self, error: Exception) -> None:
         """Raise if the other ranks are in a collective that this one left, or would have to take part again."""
-        obstacle = None if self._strategy.settled is not None else "it is no rank of DDP"
+        obstacle = None if self._strategy.settled is not None else "it is not a rank of DDP"
         if self._shared is not None and self._strategy.ddp is not None:
             obstacle = self._shared.obstacle(self._strategy.ddp)
         elif self._strategy.calls_are_collective:

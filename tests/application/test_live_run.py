@@ -178,7 +178,7 @@ def test_the_page_has_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_served_says_why(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="is no folder of a run"):
+    with pytest.raises(MachineError, match="is not the folder of a run"):
         start_page(tmp_path)
 
 

@@ -316,7 +316,7 @@ def test_a_port_where_something_else_answers() -> None:
 
 
 def test_hosts_and_addresses_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MachineError, match=r"192\.0\.2\.99 is no address of this machine"):
+    with pytest.raises(MachineError, match=r"192\.0\.2\.99 is not an address of this machine"):
         launch(request(rendezvous=("192.0.2.99", 29500), node_rank=0))
 
     def unknown(host: str) -> tuple[str, ...]:

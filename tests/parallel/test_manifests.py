@@ -202,8 +202,8 @@ def test_names_are_dns_labels(script: str) -> None:
     [
         ([], r"script_command is \[\]; it is a list of words; for example \['train.py'\]"),
         ("train.py", "script_command is 'train.py'; it is a list of words"),
-        (["train.py", "a\0b"], "is no text in UTF-8; a manifest is a text file"),
-        (["train.py", "\udcff"], "is no text in UTF-8; a manifest is a text file"),
+        (["train.py", "a\0b"], "is not text in UTF-8; a manifest is a text file"),
+        (["train.py", "\udcff"], "is not text in UTF-8; a manifest is a text file"),
         (["train.py", 3], "an argument is 3; arguments are text"),
     ],
 )

@@ -188,7 +188,7 @@ REFUSED = {
     ),
     "a plain tensor": (
         "optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)])",
-        "the optimizer trains a tensor that is no torch.nn.Parameter",
+        "the optimizer trains a tensor that is not a torch.nn.Parameter",
     ),
     "DataParallel": ("nn.DataParallel(model)", "uses DataParallel"),
     "torch.distributed": (

@@ -159,7 +159,7 @@ def test_tensor_cores_by_kernel_then_by_dtype_and_sizes() -> None:
     assert (found.unit, found.share) == ("Tensor Cores", 0.5)
     assert dict(found.rest) == {
         "its kernel does not use them (ampere_sgemm_128x64_nn)": 1.0,
-        "fp16: sizes are no multiples of 8": 1.0,
+        "fp16: sizes are not multiples of 8": 1.0,
     }
     tf32 = matrix_units([row("matmul", flops=1.0)], (), machine, device="cuda:0", tf32=True)
     assert tf32 is not None

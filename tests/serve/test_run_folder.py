@@ -42,7 +42,7 @@ def test_a_run_is_found_by_its_process_or_its_folder(tmp_path: Path, monkeypatch
     assert find_run(str(folder)).folder == find_run("4194305").folder == str(folder)
     with pytest.raises(UsageError, match="process 9 is no `flatout run` of yours; list them with: flatout watch"):
         find_run("9")
-    with pytest.raises(UsageError, match="is no folder of a run: no state"):
+    with pytest.raises(UsageError, match="is not the folder of a run: no state"):
         find_run(str(tmp_path))
 
 

@@ -122,7 +122,7 @@ def _guess(model: nn.Module, inputs: object, tokenizer: Tokenizer | None) -> tup
     try:
         decoder = read_decoder(model)
     except UsageError:
-        return "predict", "guessed, as it is no causal language model that Flatout generates with", inputs
+        return "predict", "guessed, as it is not a causal language model that Flatout generates with", inputs
 
     def are_prompts(some: object) -> bool:
         try:

@@ -102,7 +102,7 @@ def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) ->
             return None
 
         count = swap_linears(placed.model, make_int8, besides)
-        skipped = f"; {len(odd)} left, whose sizes are no multiples of {INT_MM_MULTIPLE}" if odd else ""
+        skipped = f"; {len(odd)} left, whose sizes are not multiples of {INT_MM_MULTIPLE}" if odd else ""
         return f"{count} linear layers multiply 8-bit inputs by 8-bit weights{skipped}"
     if plan.weights is not None:
         check_bits(plan, placed.device)
@@ -115,7 +115,7 @@ def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) ->
             return RoundedLinear(layer, bits=8 if plan.weights == "int8" else 4)
 
         count = swap_linears(placed.model, make, besides)
-        skipped = f"; {len(left)} left, whose inputs are no multiple of {INT4_GROUP}" if left else ""
+        skipped = f"; {len(left)} left, whose inputs are not a multiple of {INT4_GROUP}" if left else ""
         return f"{count} linear layers hold {plan.weights} weights{skipped}"
     if on_cpu and plan.compile is None and packs(placed.dtype):
         pack = lambda layer: PackedLinear(layer) if _packable(layer, placed) else None  # noqa: E731

@@ -177,7 +177,7 @@ class _Folder:
                 self.failed += len(json.loads(about["failed"]))
                 self.done += int(about["count"])
             except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-                what = f"{file} is no file of results: {describe_error(error)}"
+                what = f"{file} is not a file of results: {describe_error(error)}"
                 remedy = "delete it and those after it, or start over with --restart"
                 raise UsageError(what, limit="a run goes on behind those that are there", remedy=remedy) from error
         for left in path.glob("*.tmp"):

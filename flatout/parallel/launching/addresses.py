@@ -44,7 +44,7 @@ def address_of(interface: str) -> str:
 
 
 def interface_name(address: str) -> str | None:
-    """The interface that has this address; None: it is no address of this machine."""
+    """The interface that has this address; None: it is not an address of this machine."""
     found = interface_addresses()
     for name, addresses in found.items():
         if address in addresses:
@@ -100,7 +100,7 @@ def cannot_listen(address: str, port: int, error: OSError) -> MachineError:
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return MachineError(
-            f"{address} is no address of this machine",
+            f"{address} is not an address of this machine",
             limit="machine 0 listens on the rendezvous' address",
             remedy="put this machine's own address into --rendezvous, or name one with --interface",
         )

@@ -208,7 +208,7 @@ class Chain:
 
     def _no_chain(self, why: str) -> UsageError:
         return UsageError(
-            f"parallel is 'pipeline', and the model's {type(self.blocks[0]).__name__}s are no chain: {why}",
+            f"parallel is 'pipeline', and the model's {type(self.blocks[0]).__name__}s do not form a chain: {why}",
             limit="a stage passes one tensor on to the next",
             remedy=_OTHERWISE,
         )

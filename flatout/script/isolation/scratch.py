@@ -38,7 +38,7 @@ def cleanup(scratch: Path, *, attempts: int = 5) -> None:
                 return
             status = os.lstat(scratch)
             if not stat.S_ISDIR(status.st_mode):
-                raise TrialError(f"{scratch} is no directory", limit="a scratch directory is one, and no link")
+                raise TrialError(f"{scratch} is not a directory", limit="a scratch directory is one, and not a link")
             _remove_contents(os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), status.st_dev, scratch)
             os.rmdir(scratch)
             return

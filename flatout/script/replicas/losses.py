@@ -76,9 +76,9 @@ def complaint(loss: Tensor, samples: int | None = None) -> Complaint | None:
             continue
         name = _name(node)
         if name in _OF_THE_WHOLE:
-            return Complaint(what=f"the loss is {name} of all samples together, which is no mean over them")
+            return Complaint(what=f"the loss is {name} of all samples together, which is not a mean over them")
         if name in _BENT:
-            return Complaint(what=f"the loss is {name} of what was averaged, so that it is no mean over samples itself")
+            return Complaint(what=f"the loss is {name} of what was averaged, so it is not a mean over samples itself")
         if name in _PRODUCTS:
             return Complaint(what="the loss is a product or a ratio of two figures of the batch")
         if (is_sum(node) or name == _SUM) and (divisor is None or divisor != samples):

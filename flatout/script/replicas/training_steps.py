@@ -322,7 +322,7 @@ class TrainingSteps:
         every = [one for group in optimizer.param_groups for one in group["params"]]
         if self._replica.count > 1 and not all(isinstance(one, torch.nn.Parameter) for one in every):
             raise self._replica.refusals.refuse(
-                f"{self._replica.line()}: the optimizer trains a tensor that is no torch.nn.Parameter",
+                f"{self._replica.line()}: the optimizer trains a tensor that is not a torch.nn.Parameter",
                 limit="when a gradient is read is followed for parameters alone",
                 remedy="make it a torch.nn.Parameter, or use one device",
             )

@@ -138,7 +138,7 @@ def test_contradictions_are_named() -> None:
 def test_groups_that_do_not_divide_are_left_and_said() -> None:
     placed = place(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 100), nn.Linear(100, 96)), Plan(weights="int4"))
     said = round_and_pack(placed, Plan(weights="int4"))
-    assert [said] == ["2 linear layers hold int4 weights; 1 left, whose inputs are no multiple of 32"]
+    assert [said] == ["2 linear layers hold int4 weights; 1 left, whose inputs are not a multiple of 32"]
 
 
 class Branches(nn.Module):
@@ -255,7 +255,7 @@ def test_layers_that_cuda_cannot_multiply_in_whole_numbers_stay() -> None:
     placed = place(model, Plan())
     placed.device = torch.device("cuda", 0)  # what is done depends on it, and not on where the weights are
     told = round_and_pack(placed, Plan(weights="int8", activations="int8"))
-    assert told == "1 linear layers multiply 8-bit inputs by 8-bit weights; 2 left, whose sizes are no multiples of 8"
+    assert told == "1 linear layers multiply 8-bit inputs by 8-bit weights; 2 left, whose sizes are not multiples of 8"
     assert [type(layer) for layer in placed.model.children()] == [Int8Linear, nn.Linear, nn.Linear]
 
 

@@ -89,8 +89,8 @@ def test_lines_and_texts(tmp_path: Path) -> None:
         ("a.npy", b"nonsense", "cannot read"),
         ("a.npy", b"", "cannot read"),
         ("a.npy", b"PK\x03\x04", "cannot read"),
-        ("a.npz", b"nonsense", "cannot read .*: it is no whole .npz archive"),
-        ("a.npz", b"PK\x03\x04 cut off", "cannot read .*: it is no whole .npz archive"),
+        ("a.npz", b"nonsense", "cannot read .*: it is not a complete .npz archive"),
+        ("a.npz", b"PK\x03\x04 cut off", "cannot read .*: it is not a complete .npz archive"),
         ("a.safetensors", b"nonsense", "cannot read .*SafetensorError"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_damaged_file_of_results_is_named(tmp_path: Path) -> None:
     (file,) = (tmp_path / "out").glob("results-*")
     for content in (file.read_bytes()[:30], save({"0": torch.ones(1)})):
         file.write_bytes(content)
-        with pytest.raises(UsageError, match=r"results-00000000.safetensors is no file of results: .*--restart"):
+        with pytest.raises(UsageError, match=r"results-00000000.safetensors is not a file of results: .*--restart"):
             open_results(tmp_path / "out", {"model": "a"}, restart=False)
 
 

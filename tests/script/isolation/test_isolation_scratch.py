@@ -37,7 +37,7 @@ def test_cleanup_follows_no_link(tmp_path: Path) -> None:
 def test_cleanup_refuses_a_link(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "scratch").symlink_to("kept")
-    with pytest.raises(TrialError, match="is no directory"):
+    with pytest.raises(TrialError, match="is not a directory"):
         cleanup(tmp_path / "scratch")
     assert (tmp_path / "kept").exists()
 
