@@ -170,7 +170,7 @@ def scheduler_never_steps(facts: Facts) -> Seen | None:
     "long.",
     needs="two or more backward passes a step from one line, which is reached from one place alone, each from a loss "
     "that is a mean and is not divided; the source divides neither a loss nor a gradient; and it steps the optimizer "
-    "only in some turns of the loop",
+    "only in some turns of the loop, or repeats the backward pass in a loop that only counts",
     if_wrong="the learning rate has to be multiplied by the number of micro-batches",
 )
 def accumulation_not_averaged(facts: Facts) -> Seen | None:
@@ -181,7 +181,8 @@ def accumulation_not_averaged(facts: Facts) -> Seen | None:
     if one.per_step < LEAST_BACKWARDS or one.callers > 1 or one.scaled or one.reduction != "mean":
         return None
     steps = [call for call in source.calling("step") if "opt" in call.owner.lower() or "scaler" in call.owner.lower()]
-    if not any(call.guarded for call in steps) and not source.mentions("accum"):
+    accumulates = any(call.guarded for call in steps) or source.mentions("accum")
+    if not accumulates and not any(call.repeats for call in source.calling("backward")):
         return None
     return Seen(
         title=f"gradients of {one.per_step:.2g} micro-batches are summed, not averaged",

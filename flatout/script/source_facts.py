@@ -50,6 +50,8 @@ class CallFact:
     calls?"""
     guarded: bool = False
     """Is it under an `if` inside its loop, such as once in 50 steps?"""
+    repeats: bool = False
+    """Is it in a loop that only counts, `for _ in range(8)`, and does the same again in every turn?"""
     options: Mapping[str, object] | None = None
     """Keyword -> constant; None where there are none."""
     arguments: tuple[str, ...] = ()
@@ -269,6 +271,7 @@ class _Reader:
                 line=self.line(node),
                 in_training_loop=self._is_in_training(node) or getattr(function, "name", None) in self._called,
                 guarded=self._is_guarded(node, loop),
+                repeats=self._repeats(node),
                 options={key: _plain(value) for key, value in options.items()} or None,
                 arguments=tuple(ast.unparse(one)[:80] for one in node.args[:4]),
             )
@@ -440,6 +443,14 @@ class _Reader:
             if isinstance(one, ast.If):
                 return True
         return False
+
+    def _repeats(self, node: ast.AST) -> bool:
+        loop = self._innermost(node, (*_LOOPS, *_FUNCTIONS))
+        if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name):
+            return False
+        counts = isinstance(loop.iter, ast.Call) and _dotted(loop.iter.func) in ("range", "trange")
+        inside = (one for statement in loop.body for one in ast.walk(statement))
+        return counts and not any(isinstance(one, ast.Name) and one.id == loop.target.id for one in inside)
 
     def _is_bounded(self, container: str) -> bool:
         """Is there anything that makes it smaller, empties it, or limits it?"""

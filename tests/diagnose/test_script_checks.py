@@ -198,6 +198,14 @@ def loading(**given: Any) -> Facts:
     return facts(profile=profile(parts={"data": 0.04}), behaviour=behaviour(times=times), **given)
 
 
+REPEATING = """
+for x in loader:
+    for {} in range(4):
+        loss = f(model(x{}))
+        loss.backward()
+    opt.step()
+"""
+"""The same four times, or each of four tasks."""
 ACCUMULATING = source("for i, x in enumerate(loader):\n    loss.backward()\n    if i % 4 == 3:\n        opt.step()\n")
 DIVIDING = source("for i, x in enumerate(loader):\n    (loss / 4).backward()\n    if i % 4 == 3:\n        opt.step()\n")
 FOUR = (BackwardSeen(line=LINE, calls=200, per_step=4.0, reduction="mean"),)
@@ -372,8 +380,12 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
     ),
     "accumulation-not-averaged": (
-        [facts(behaviour=behaviour(backwards=FOUR), source=ACCUMULATING)],
         [
+            facts(behaviour=behaviour(backwards=FOUR), source=ACCUMULATING),
+            facts(behaviour=behaviour(backwards=FOUR), source=source(REPEATING.format("_", ""))),
+        ],
+        [
+            facts(behaviour=behaviour(backwards=FOUR), source=source(REPEATING.format("task", "[task]"))),
             facts(behaviour=behaviour(backwards=FOUR), source=DIVIDING),
             facts(behaviour=behaviour(backwards=(replace(FOUR[0], scaled=True),)), source=ACCUMULATING),
             facts(behaviour=behaviour(backwards=(replace(FOUR[0], reduction="sum"),)), source=ACCUMULATING),

@@ -50,6 +50,21 @@ def test_calls_have_their_lines_and_options() -> None:
     assert not found.calling("model.parameters")[0].guarded
 
 
+@pytest.mark.parametrize(
+    ("loop", "repeats"),
+    [
+        ("for _ in range(8):\n    loss.backward()", True),
+        ("for step in range(8):\n    f(step); loss.backward()", False),
+        ("for x in loader:\n    loss.backward()", False),
+        ("for _ in range(8):\n    def closure():\n        loss.backward()\n    opt.step(closure)", False),
+        ("while True:\n    loss.backward()", False),
+    ],
+)
+def test_loops_that_do_the_same_again(loop: str, repeats: bool) -> None:
+    (call,) = SourceFacts.of({"train.py": loop}).calling("backward")
+    assert call.repeats is repeats
+
+
 def test_functions_that_the_training_loop_calls_are_in_it() -> None:
     found = of()
     assert found.calling("add_scalar")[0].in_training_loop
