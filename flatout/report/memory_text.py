@@ -31,6 +31,7 @@ def memory_document(watched: MemoryWatched, *, include_private: bool = False) ->
         "notes": _notes(watched),
     }
     if watched.ranks:
+        payload["shown_rank"] = watched.shown_rank
         payload["ranks"] = [
             {"name": one.name, "fault": one.fault or None, **_process_fields(one.memory)} for one in watched.ranks
         ]
@@ -83,7 +84,7 @@ def _steps(watched: MemoryWatched) -> str:
     warm_up = memory.use.warm_up
     counted = f"{memory.steps} steps, {warm_up} of them to warm up"
     if watched.ranks:
-        counted += f", in {len(watched.ranks)} processes; below is {watched.ranks[0].name}"
+        counted += f", in {len(watched.ranks)} processes; below is {watched.shown_rank}"
     return counted if watched.status is None else f"{counted}; the script exited on its own with code {watched.status}"
 
 

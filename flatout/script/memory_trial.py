@@ -52,6 +52,11 @@ class ProcessMemory:
     """Does the script use torch.compile, which compiles nothing while every operation is followed?"""
 
     @property
+    def peak_bytes(self) -> int:
+        """Of tensors; 0 where there were none."""
+        return 0 if self.use is None else self.use.peak.size_bytes
+
+    @property
     def leaking(self) -> tuple[Leak, ...]:
         return tuple(leak for leak in self.leaks if not leak.bounded)
 
@@ -81,11 +86,13 @@ class MemoryWatched:
     status: int | None
     """The script's exit code where it ended by itself; None: it was stopped after its steps."""
     memory: ProcessMemory
-    """Of the script's process; where that does not train, of the first of `ranks`."""
+    """Of the script's process; where that does not train, of the one of `ranks` whose tensors take the most."""
     errors: str
     """What the script wrote to stderr, where it failed."""
     ranks: tuple[RankMemory, ...] = ()
     """The processes that train together, or that the script started to train in."""
+    shown_rank: str = ""
+    """Name of the one that `memory` is of."""
     rank_notes: tuple[str, ...] = ()
 
 
@@ -96,15 +103,18 @@ def watch_memory(request: MemoryRequest) -> MemoryWatched:
     ranks = tuple(
         RankMemory(name=_name(one), memory=_process_memory(one["memory"]), fault=one["fault"]) for one in found.ranks
     )
-    memory = _process_memory(found.answer) if found.answer is not None else ranks[0].memory
-    if ranks and not memory.steps:
-        memory = ranks[0].memory
+    memory = None if found.answer is None else _process_memory(found.answer)
+    shown = max(ranks, key=lambda one: one.memory.peak_bytes, default=None)
+    if shown is not None and (memory is None or not memory.steps):
+        memory = shown.memory
+    assert memory is not None, "an answer, or one of a rank"
     return MemoryWatched(
         target=request.target,
         status=found.status,
         memory=memory,
         errors=found.shown_errors,
         ranks=ranks,
+        shown_rank="" if shown is None else shown.name,
         rank_notes=found.rank_notes,
     )
 

@@ -21,7 +21,7 @@ def memory(sources: Sources) -> Section | None:
         doc = sources["memory"]
         use = doc.at("use")
         blocks += [
-            *_ranks(doc.parts("ranks")),
+            *_ranks(doc),
             *_curve(use),
             *_peak(use),
             *_holders(use),
@@ -35,8 +35,9 @@ def memory(sources: Sources) -> Section | None:
     return Section(id="memory", title="Memory", blocks=tuple(blocks)) if blocks else None
 
 
-def _ranks(ranks: list[Part]) -> list[Block]:
-    """A row for each process that trained; the blocks below are of the first."""
+def _ranks(doc: Part) -> list[Block]:
+    """A row for each process that trained; the blocks below are of one of them."""
+    ranks, shown = doc.parts("ranks"), doc.text("shown_rank") or "one of them"
     if not ranks:
         return []
     heads = ("process", "peak of tensors", "between steps", "whole process", "leaks")
@@ -54,7 +55,7 @@ def _ranks(ranks: list[Part]) -> list[Block]:
             )
         )
     table = Table(
-        caption=f"Memory of each process that trained; what follows is of {ranks[0].text('name') or 'the first'}",
+        caption=f"Memory of each process that trained; what follows is of {shown}",
         heads=tuple(Head(text=text, numeric=0 < number < 4) for number, text in enumerate(heads)),
         rows=tuple(rows),
     )

@@ -204,7 +204,9 @@ def test_the_memory_of_each_rank_is_in_a_table_and_a_leak_of_one_in_the_verdict(
     leak = {"holder": "kept", "line": "train.py:17", "bytes_per_step": 16384.0}
     first = {**MEMORY, "name": "rank 0", "fault": None, "leaks": {"verdict": "steady", "leaks": []}}
     second = {**first, "name": "rank 1", "leaks": {"verdict": "leaks", "leaks": [leak]}}
-    text = Page(rendered({"memory": {**MEMORY, "leaks": first["leaks"], "ranks": [first, second]}})).text
+    text = Page(
+        rendered({"memory": {**MEMORY, "leaks": first["leaks"], "shown_rank": "rank 0", "ranks": [first, second]}})
+    ).text
     assert "Memory of each process that trained; what follows is of rank 0" in text
     assert "leaks in rank 1" in text
     assert re.search(r"rank 1 [\d.]+ \w+ [\d.]+ \w+ [\d.]+ \w+ train.py:17", text)
