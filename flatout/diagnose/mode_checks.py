@@ -7,6 +7,8 @@ from flatout.diagnose.facts import Facts
 from flatout.script.behaviour_seen import ForwardSeen
 
 LEAST_CALLS = 3
+RARELY = 10
+"""Training calls for one that only evaluates; labels for the next training call are made more often."""
 UNTIMED = "it was not timed without"
 
 
@@ -47,26 +49,35 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
 @check(
     means="Evaluation runs in training mode: dropout drops, and batch normalisation uses, and updates, batch "
     "statistics.",
-    needs="at least 3 calls in a row that no backward pass used, of a model in training mode with such layers, "
-    "which is trained elsewhere",
+    needs="at least 3 calls that no backward pass used, in a row or without gradients once in ten training calls or "
+    "more rarely, of a model in training mode with such layers, which is trained elsewhere",
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
 )
 def evaluation_in_train_mode(facts: Facts) -> Seen | None:
     for one in _forwards(facts):
-        if not one.training or not one.mode_layers or one.used or one.longest_run < LEAST_CALLS or one.recalibrates:
+        if not one.training or not one.mode_layers or one.used or one.calls < LEAST_CALLS or one.recalibrates:
             continue
-        if not one.updated or not any(other.line[:2] != one.line[:2] for other in _trains(facts, one.module)):
+        trained = sum(other.used for other in _trains(facts, one.module) if other.line[:2] != one.line[:2])
+        in_a_row, rarely = one.longest_run >= LEAST_CALLS, not one.grad and RARELY * one.calls <= trained
+        if not one.updated or not trained or not (in_a_row or rarely):
             continue
         return Seen(
             title=f"{one.module} is evaluated in training mode",
-            evidence=f"{one.calls} calls without a backward pass, up to {one.longest_run} in a row, with "
+            evidence=f"{one.calls} calls without a backward pass, {_how_often(one, trained)}, with "
             f"{', '.join(one.mode_layers)} in training mode",
             remedy="model.eval() before evaluation, model.train() after it",
             fault=True,
+            certain=in_a_row,
             lines=where(one.line),
             unknown="it changes results, not the time",
         )
     return None
+
+
+def _how_often(one: ForwardSeen, trained: int) -> str:
+    if one.longest_run >= LEAST_CALLS:
+        return f"up to {one.longest_run} in a row"
+    return f"one in {trained // one.calls} training calls"
 
 
 @check(

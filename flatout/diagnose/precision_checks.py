@@ -203,6 +203,7 @@ def denormals(facts: Facts) -> Seen | None:
         cost_seconds=cost_share * step if step is not None and math.isfinite(step) else None,
         cost_share=cost_share,
         certain=False,
+        lines=where(facts.behaviour.denormal_lines if facts.behaviour is not None else ()),
         command=facts.tune,
         plan={"flush_denormals": True},
     )

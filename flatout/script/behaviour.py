@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ SLOWING_SETTINGS = {
 LEAST_SEED = 1 << 32
 """A seed that nobody chose has 53 random bits."""
 FOLLOWED_STEP, HELD_STEPS = 2, 8
+DENORMAL_LINES = 3
 SCHEDULER_WARNING = "Detected call of `lr_scheduler.step()` before `optimizer.step()`"
 
 
@@ -100,6 +102,8 @@ class BehaviourWatch:
         self._without_gradient: dict[int, set[int]] = {}
         """Wrapper that searches for unused parameters -> those that got no gradient in some step, by their ids."""
         self._work: StepWork | None = None
+        self._denormals: Counter[tuple[str, int]] = Counter()
+        """How many, by the line whose operators take or give them."""
         self._finish_work: Callable[[], StepWork] | None = None
         self._followed_from = self._not_counted = 0.0
         self._was_frozen = False
@@ -229,7 +233,12 @@ class BehaviourWatch:
             self._sampler.paused = False
         elif self._steps == FOLLOWED_STEP and current_dispatch_mode() is None and not compile_was_asked_for():
             self._sampler.paused, self._followed_from = True, time.perf_counter()
-            self._finish_work = follow_step(counts_flops=False)
+            self._finish_work = follow_step(counts_flops=False, at_denormals=self._note_denormals)
+
+    def _note_denormals(self, count: int) -> None:
+        place = self._places.here(2)
+        if place[1]:  # not so in a backward pass on another thread
+            self._denormals[place] += count
 
     def _backward(self, begins: bool) -> None:
         self._forward.in_backward = begins
@@ -327,6 +336,7 @@ class BehaviourWatch:
             seeded=_seeded(torch.initial_seed()),
             denormal_share=self._work.denormal_share if self._work is not None else None,
             denormal_slowdown=self._work.denormal_slowdown if self._work is not None else None,
+            denormal_lines=tuple(self._places.line(place) for place, _ in self._denormals.most_common(DENORMAL_LINES)),
             allocated_bytes=cuda.max_memory_allocated(device) if cuda is not None else None,
             reserved_bytes=cuda.memory_reserved(device) if cuda is not None else None,
             device_allocations=self._device_allocations(),

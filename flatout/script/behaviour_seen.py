@@ -345,6 +345,8 @@ class Behaviour:
     denormal_share: float | None = None
     """Of the fp32 values of one step's operators; see Observed."""
     denormal_slowdown: float | None = None
+    denormal_lines: tuple[SourceLine, ...] = ()
+    """Of the operators with the most of them, the first one first."""
     allocated_bytes: int | None = None
     """Peak of torch's CUDA allocator in the window."""
     reserved_bytes: int | None = None

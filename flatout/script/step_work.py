@@ -38,10 +38,13 @@ _TAKEN_OVER = {
 _LEAST_FLOPS = {getattr(torch.ops.aten, name, None): flops for name, flops in _TAKEN_OVER.items()}
 
 
-def follow_step(*, counts_flops: bool = True) -> Callable[[], StepWork]:
-    """Start following; call the result at the end of the step. counts_flops: False where another step counts them."""
+def follow_step(
+    *, counts_flops: bool = True, at_denormals: Callable[[int], None] = lambda count: None
+) -> Callable[[], StepWork]:
+    """Start following; call the result at the end of the step. counts_flops: False where another step counts them.
+    at_denormals: called with their number after an operation that takes or gives any."""
     entered = contextlib.ExitStack()
-    mode = entered.enter_context(_WorkMode(counts_flops=counts_flops))
+    mode = entered.enter_context(_WorkMode(counts_flops=counts_flops, at_denormals=at_denormals))
 
     def finish() -> StepWork:
         entered.close()
@@ -57,8 +60,9 @@ def follow_step(*, counts_flops: bool = True) -> Callable[[], StepWork]:
 
 
 class _WorkMode(ListeningMode):
-    def __init__(self, *, counts_flops: bool) -> None:
+    def __init__(self, *, counts_flops: bool, at_denormals: Callable[[int], None]) -> None:
         super().__init__()
+        self._at_denormals = at_denormals
         self.operations = self.looked_at = self.denormal = 0
         self.flops = self.large_flops = 0.0
         self._formulas = OperationCount() if counts_flops else None
@@ -66,6 +70,7 @@ class _WorkMode(ListeningMode):
     def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = func(*args, **kwargs)
         self.operations += 1
+        before = self.denormal
         with without_torch_function():  # the script's own modes must not see our operations
             if self._formulas is not None:
                 self._count(self._formulas.of(func, args, kwargs, out) or 0.0, func)
@@ -73,6 +78,8 @@ class _WorkMode(ListeningMode):
                 self._look_at(tensor)
             for tensor in _tensors_among(out):
                 self._look_at(tensor)
+        if self.denormal > before:
+            self._at_denormals(self.denormal - before)
         return out
 
     def _count(self, flops: float, func: OpOverload[..., object]) -> None:

@@ -70,10 +70,17 @@ def compiling_seconds() -> float | None:
 
 
 def graph_breaks() -> list[tuple[str, list[tuple[str, int]]]]:
-    """(reason, the source lines that led to it from the outermost on) of every graph break so far; no public
-    equivalent."""
-    kept = getattr(sys.modules.get("torch._dynamo.utils"), "graph_break_reasons", ())
-    return [(str(one.reason), [(at.filename, int(at.lineno or 0)) for at in one.user_stack]) for one in kept]
+    """(reason, the source lines that led to it from the outermost on) of every graph break so far, also of those in a
+    loop, for which a whole function is left uncompiled; no public equivalent."""
+    known = sys.modules.get("torch._dynamo.utils")
+    kept = getattr(known, "graph_break_reasons", ())
+    found = [(str(one.reason), [(at.filename, int(at.lineno or 0)) for at in one.user_stack]) for one in kept]
+    for one in getattr(known, "get_compilation_metrics", list)():
+        if one.fail_type is not None and one.fail_user_frame_filename and one.fail_user_frame_lineno:
+            first = (str(one.fail_reason or one.fail_type).strip().splitlines() or [""])[0]
+            place = (one.fail_user_frame_filename, int(one.fail_user_frame_lineno))
+            found.append((f"{first} (so {one.co_name} is not compiled at all)", [place]))
+    return found
 
 
 @contextlib.contextmanager

@@ -327,7 +327,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
     ),
     "evaluation-in-train-mode": (
-        [facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True))))],
+        [
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True)))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, calls=4, longest_run=1)))),
+        ],
         [
             facts(behaviour=behaviour(forwards=(TRAINING, EVALUATION))),
             facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, longest_run=1)))),
