@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
 from flatout.script.behaviour_seen import ForwardSeen
 
 LEAST_CALLS = 3
 RARELY = 10
 """Training calls for one that only evaluates; labels for the next training call are made more often."""
+FINITE = ("aten::isnan", "aten::isinf", "aten::isfinite")
+LEAST_FINITE, FINITE_SHARE, FINITE_CALLS = 10, 0.05, 0.1
 UNTIMED = "it was not timed without"
 
 
@@ -150,8 +152,9 @@ def anomaly_mode(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="A setting for debugging is on that makes each step slower.",
-    needs="the setting was in force in the steps that were watched",
+    means="A setting for debugging is on that makes each step slower, or values are checked for NaN all over a model.",
+    needs="the setting was in force in the steps that were watched; or lines that call isnan, isinf or isfinite 10 "
+    "times a step or more take 5 % of it, or a tenth of its operators",
     if_wrong="what it was to find is not found",
 )
 def debug_mode(facts: Facts) -> Seen | None:
@@ -162,7 +165,7 @@ def debug_mode(facts: Facts) -> Seen | None:
     if checked:
         settings.append("gradients are checked numerically in the training loop")
     if not settings:
-        return None
+        return _finite_checks(facts)
     lines = facts.lines_calling("profile", "emit_nvtx", "set_sync_debug_mode", "settrace", "setprofile", "setdefault")
     return Seen(
         title="a debugging setting is on",
@@ -171,6 +174,29 @@ def debug_mode(facts: Facts) -> Seen | None:
         fault=True,
         lines=where(checked, lines),
         unknown=UNTIMED,
+    )
+
+
+def _finite_checks(facts: Facts) -> Seen | None:
+    """By what the lines that make them call, such as `assert torch.isfinite(x).all()` in a hook of every module."""
+    profile = facts.profile
+    if profile is None or not profile.operator_calls:
+        return None
+    checks = [row for row in profile.operators if row.name in FINITE and row.line]
+    lines, calls = {row.line for row in checks}, sum(row.calls for row in checks)
+    there = [row for row in profile.operators if row.line in lines]
+    cost, share = sum(row.seconds for row in there), facts.share(sum(row.seconds for row in there)) or 0.0
+    many = sum(row.calls for row in there) >= FINITE_CALLS * profile.operator_calls
+    if calls < LEAST_FINITE or not (many or share >= FINITE_SHARE):
+        return None
+    return Seen(
+        title=f"{calls:.0f} checks for NaN or infinity in each step",
+        evidence=f"{calls:.0f} calls of isnan, isinf or isfinite a step",
+        remedy="check the loss alone, or once in a while: flatout.Plan(nonfinite='raise') checks the gradient's norm",
+        certain=False,
+        cost_seconds=cost,
+        cost_share=share,
+        lines=where([source_line(line) for line in sorted(lines)]),
     )
 
 

@@ -113,7 +113,7 @@ def _own_python(facts: Facts) -> Seen | None:
     """Lines of the script between the passes, less the operators that they call on whole tensors; unknown where the
     profile has no lines of operators, as of a script that compiles its model."""
     assert facts.profile is not None
-    if not any(row.line for row in facts.profile.operators):
+    if "lines" in facts.profile.reasons:
         return None
     operators: dict[str, tuple[float, float]] = {}
     by_element: Counter[str] = Counter()

@@ -113,6 +113,10 @@ TRAINING = ForwardSeen(
     module="Net", line=LINE, calls=50, training=True, grad=True, used=50, longest_run=1, updated=True,
     mode_layers=("Dropout",),
 )  # fmt: skip
+FINITE = tuple(
+    operator(name=name, operator_class="other", calls=40, seconds=0.001, line="train.py:12")
+    for name in ("aten::isfinite", "aten::all")
+)
 BY_ELEMENT = operator(name="aten::item", operator_class="other", calls=640, seconds=0.019, line="train.py:12")
 WRONG_LSTM = RecurrentSeen(inputs=512, units=1024, dtype="bfloat16", gradient_error=0.98)
 LOSS = ForwardSeen(module="CrossEntropyLoss", line=LINE, calls=50, training=True, grad=True, used=50)
@@ -499,7 +503,23 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [facts(behaviour=behaviour(devices={"cuda": 90}))],
     ),
     "anomaly-mode": ([facts(behaviour=behaviour(anomaly=True))], []),
-    "debug-mode": ([facts(behaviour=behaviour(debug=("CUDA_LAUNCH_BLOCKING=1",)))], []),
+    "debug-mode": (
+        [
+            facts(behaviour=behaviour(debug=("CUDA_LAUNCH_BLOCKING=1",))),
+            facts(behaviour=behaviour(), profile=profile(operators=FINITE, operator_calls=300.0)),
+            facts(
+                behaviour=behaviour(),
+                profile=profile(operators=(replace(FINITE[0], seconds=0.02),), operator_calls=9e4),
+            ),
+        ],
+        [
+            facts(behaviour=behaviour(), profile=profile(operators=FINITE, operator_calls=9e4)),
+            facts(
+                behaviour=behaviour(), profile=profile(operators=(replace(FINITE[0], line=""),), operator_calls=300.0)
+            ),
+            facts(behaviour=behaviour(), profile=profile(operators=(replace(FINITE[0], calls=1),), operator_calls=3.0)),
+        ],
+    ),
     "starved-loader": ([loading()], [SLOW_STEPS]),
     "slow-transform": (
         [loading(times=(time_of("transform", 0.2), time_of("loader", 0.05)))],
@@ -559,6 +579,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(
                 behaviour=behaviour(times=(time_of("script", 0.2),)),
                 profile=profile(operators=(operator(seconds=0.019, line="train.py:12"),)),
+            ),
+            facts(
+                behaviour=behaviour(times=(time_of("script", 0.2),)),
+                profile=profile(reasons={"lines": "unknown, because compiled code does not show its operators"}),
             ),
             facts(behaviour=behaviour(times=(time_of("model", 0.6), time_of("backward", 0.3)))),
             facts(profile=None, behaviour=None, observed=observed(breakdown_seconds=FUNCTIONAL)),
