@@ -11,6 +11,11 @@ RARELY = 10
 """Training calls for one that only evaluates; labels for the next training call are made more often."""
 FINITE = ("aten::isnan", "aten::isinf", "aten::isfinite")
 LEAST_FINITE, FINITE_SHARE, FINITE_CALLS = 10, 0.05, 0.1
+RANDOM = (
+    *("randn", "rand", "randint", "randperm", "normal", "bernoulli", "shuffle", "random_split", "DataLoader"),
+    *("Linear", "Conv1d", "Conv2d", "Embedding", "LSTM", "GRU", "Transformer"),
+)
+"""Calls that draw random numbers, layers for their weights."""
 UNTIMED = "it was not timed without"
 
 
@@ -196,7 +201,7 @@ def _finite_checks(facts: Facts) -> Seen | None:
         certain=False,
         cost_seconds=cost,
         cost_share=share,
-        lines=where([source_line(line) for line in sorted(lines)]),
+        lines=where([known for line in sorted(lines) if (known := source_line(line)) is not None]),
     )
 
 
@@ -215,6 +220,6 @@ def no_seed(facts: Facts) -> Seen | None:
         evidence="torch's generator has a random seed, and the script sets none",
         remedy="torch.manual_seed(0) at the start, to compare runs; flatout run --check-deterministic finds what "
         "else differs",
-        lines=where(facts.lines_calling("randn", "rand", "shuffle", "DataLoader")[:1]),
+        lines=where(facts.lines_calling(*RANDOM)[:1]),
         unknown="it costs repeatability, not time",
     )

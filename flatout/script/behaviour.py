@@ -138,6 +138,7 @@ class BehaviourWatch:
         now = time.perf_counter()
         self._steps += 1
         self._seconds = now - self._began - self._not_counted
+        self._sampler.step_ended()
         self._update.step_ended()
         self._forward.steps = self._steps
         self._guard(self._note_first_batch)
@@ -164,6 +165,8 @@ class BehaviourWatch:
             return
         self._system_seconds = os.times().system - self._system_from
         self._sampler.stop()
+        if self._steps:
+            self._sampler.drop_since_step()
         if self._finish_work is not None:
             self._finish_work()  # of a step that did not end
         self._update.stop()

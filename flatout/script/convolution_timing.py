@@ -1,17 +1,19 @@
 """Would channels_last be faster? The largest convolutions of a step, timed alone in both memory formats.
 
 A rule cannot say it: on one processor the format halves the time, on the next it costs some. Forward and backward are
-timed in turns, so that a busy machine slows both down.
+timed in turns, so that a busy machine slows both down, and with one thread too: what counts has to hold for both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from flatout.script.behaviour_seen import ChannelsLastSeen
-from flatout.statistics import compare_paired
+from flatout.statistics import Comparison, compare_paired
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 4
 PAIRS = 8
-BUDGET_SECONDS = 2.0
+BUDGET_SECONDS = 4.0
 
 
 class Convolution(NamedTuple):
@@ -80,24 +82,53 @@ class ConvolutionTimer:
         dtype = getattr(torch, autocast) if autocast else None
         formats = (torch.contiguous_format, torch.channels_last)
         tensors = [[_tensors(one, dtype, memory_format) for one in chosen] for memory_format in formats]
-        seconds: list[list[float]] = [[], []]
-        began = time.perf_counter()
-        for pair in range(PAIRS + 1):
-            if time.perf_counter() - began > BUDGET_SECONDS:
-                break
-            for number, given in enumerate(tensors):
-                took = _seconds(chosen, given)
-                if pair:  # the first one warms up
-                    seconds[number].append(took)
-        if len(seconds[1]) < PAIRS:
+        found = _compared(chosen, tensors)
+        if found is None:
             return None
-        compared = compare_paired(seconds[0], seconds[1])
+        alone = found
+        if chosen[0].device.type == "cpu" and torch.get_num_threads() > 1:
+            with _one_thread():
+                alone = _compared(chosen, tensors) or found
+        ratio, low = (min(getattr(one.comparison, name) for one in (found, alone)) for name in ("ratio", "low"))
         return ChannelsLastSeen(
             layers=len(chosen),
-            contiguous_seconds=sorted(seconds[0])[PAIRS // 2],
-            channels_last_seconds=sorted(seconds[0])[PAIRS // 2] / compared.ratio,
-            low_ratio=compared.low,
+            contiguous_seconds=found.contiguous_seconds,
+            channels_last_seconds=found.contiguous_seconds / ratio,
+            low_ratio=low,
         )
+
+
+class _Compared(NamedTuple):
+    comparison: Comparison
+    contiguous_seconds: float
+
+
+def _compared(chosen: list[Convolution], tensors: list[list[tuple[Tensor, Tensor]]]) -> _Compared | None:
+    """tensors: in either format. None: there was no time for enough pairs."""
+    seconds: list[list[float]] = [[], []]
+    began = time.perf_counter()
+    for pair in range(PAIRS + 1):
+        if time.perf_counter() - began > BUDGET_SECONDS:
+            return None
+        for number, given in enumerate(tensors):
+            took = _seconds(chosen, given)
+            if pair:  # the first one warms up
+                seconds[number].append(took)
+    return _Compared(compare_paired(seconds[0], seconds[1]), sorted(seconds[0])[PAIRS // 2])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Beside busy processes, threads wait for each other in every operation: the format with fewer of these waits is
+    the faster one then, on an idle machine perhaps not."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _tensors(one: Convolution, dtype: torch.dtype | None, memory_format: torch.memory_format) -> tuple[Tensor, Tensor]:

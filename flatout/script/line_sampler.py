@@ -63,6 +63,8 @@ class LineSampler:
     def __init__(self, places: Places, thread: int) -> None:
         self._places, self._watched = places, thread
         self._sums: dict[tuple[str, int, Activity], _Sums] = {}
+        self._since_step: list[tuple[tuple[str, int, Activity], float]] = []
+        """Samples since the last step ended."""
         self._tags: dict[str, str] = {}
         self._over = threading.Event()
         self._sampler: threading.Thread | None = None
@@ -92,10 +94,21 @@ class LineSampler:
         if sys.getswitchinterval() == SWITCH_SECONDS:
             sys.setswitchinterval(self._switch_seconds)
 
+    def step_ended(self) -> None:
+        self._since_step = []
+
+    def drop_since_step(self) -> None:
+        """Forget what came after the last step: of a script that has ended, it is no part of any."""
+        for key, seconds in self._since_step:
+            self._sums[key].seconds -= seconds
+            self._sums[key].samples -= 1
+        self._since_step = []
+
     def times(self, steps: int) -> tuple[LineTime, ...]:
         """The lines with the most time. steps: training steps in the window."""
         total = sum(one.samples for one in self._sums.values())
-        ordered = sorted(self._sums.items(), key=lambda item: -item[1].seconds)[:MOST_LINES]
+        seen = [item for item in self._sums.items() if item[1].samples]
+        ordered = sorted(seen, key=lambda item: -item[1].seconds)[:MOST_LINES]
         return tuple(
             LineTime(
                 line=self._places.line((file, number)),
@@ -142,9 +155,11 @@ class LineSampler:
             activity = "model"
         elif activity in ("script", "logging", "plotting", "disk") and self.waits():
             activity = "torch"
-        sums = self._sums.setdefault((*place, activity), _Sums())
+        key = (*place, activity)
+        sums = self._sums.setdefault(key, _Sums())
         sums.seconds += seconds
         sums.samples += 1
+        self._since_step.append((key, seconds))
 
     def _tag(self, file: str) -> str:
         known = self._tags.get(file)

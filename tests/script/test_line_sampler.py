@@ -101,3 +101,16 @@ def test_an_interval_of_a_share() -> None:
     assert lowest_share(0, 100) == 0.0
     assert 0.38 < lowest_share(50, 100) < 0.42
     assert lowest_share(5, 10) < lowest_share(500, 1000) < 0.5
+
+
+def test_what_comes_after_the_last_step_is_no_part_of_any() -> None:
+    sampler = LineSampler(places(), threading.get_ident())
+    optimizing = "/s/train.py", f"{LIBRARY}/torch/optim/adam.py"
+    sampler.add(inside(*optimizing), 0.5)
+    sampler.step_ended()
+    sampler.add(inside(*optimizing), 0.25)
+    sampler.add(inside("/s/train.py", f"{LIBRARY}/matplotlib/figure.py"), 2.0)
+    assert [one.activity for one in sampler.times(1)] == ["plotting", "optimizer"]
+    sampler.drop_since_step()
+    (found,) = sampler.times(1)
+    assert (found.activity, found.seconds, found.samples) == ("optimizer", 0.5, 1)
