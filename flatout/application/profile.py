@@ -140,11 +140,15 @@ def profile_script(
         found = _with_load(found, load)
         ceilings = load_ceilings(machine, found.device) or machine.ceilings
         found = against_ceilings(found, machine.with_ceilings(ceilings), tf32=watched.tf32)
-    return ScriptProfile(watched=watched, profile=found, machine=machine, findings=findings_of(watched, found, machine))
+    return ScriptProfile(
+        watched=watched, profile=found, machine=machine, findings=findings_of(watched, found, machine, load)
+    )
 
 
-def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machine) -> tuple[Finding, ...]:
-    """What the checks find. profile: with ceilings."""
+def findings_of(
+    watched: ProfileWatched, profile: Profile | None, machine: Machine, load: Load | None = None
+) -> tuple[Finding, ...]:
+    """What the checks find. profile: with ceilings. load: of the processor meanwhile; None: not known."""
     behaviour = watched.behaviour
     files = behaviour.files if behaviour is not None else ()
     ceilings = load_ceilings(machine, "cpu")
@@ -159,6 +163,7 @@ def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machi
         machine=machine,
         gpus=tuple(gpu.name for gpu in machine.usable_gpus),
         cpu_flops_per_second=None if cpu is None else cpu.value,
+        contended=load is not None and load.contended,
     )
     return check_facts(facts)
 

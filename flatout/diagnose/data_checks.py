@@ -12,6 +12,7 @@ from flatout.units import format_seconds
 
 RUN_SHARE_LIMIT, DATA_SHARE_LIMIT = 0.15, 0.33
 """Of a step, for a run, and for a profile: there small loops that read from memory wait for up to a third."""
+CONTENDED_SHARE_LIMIT = 0.5
 TRANSFORM_SHARE = 0.5
 """Of loading, in code of the script's own."""
 EPOCH_START_LIMIT = 0.02
@@ -25,12 +26,15 @@ BUSY_SECONDS_A_CALL = 25e-6
 
 @check(
     means="The training loop waits for the loader in each step.",
-    needs="a wait of at least a third of a step in a profile, 15 % in a run, in steps that nothing slowed down",
+    needs="a wait of at least a third of a step in a profile, 15 % in a run, in steps that nothing slowed down; of "
+    "half a step where others kept the processor busy",
     if_wrong="loader workers take memory, and cores from the training loop",
 )
 def starved_loader(facts: Facts) -> Seen | None:
     share, seconds, step = facts.part_share("data"), facts.part_seconds("data"), facts.step_seconds
     limit = RUN_SHARE_LIMIT if facts.profile is None else DATA_SHARE_LIMIT
+    if facts.contended:
+        limit = CONTENDED_SHARE_LIMIT
     if share is None or seconds is None or step is None or share < limit:
         return None
     return Seen(

@@ -55,6 +55,8 @@ class Facts:
     """A model that was built but not run, as by `flatout check net.py:make`."""
     cpu_flops_per_second: float | None = None
     """Of fp32 products on the processor, as measured before; also where the script trains on a GPU."""
+    contended: bool = False
+    """Did others keep the processor busy meanwhile? Then threads wait for cores, anywhere in a step."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs of this machine that torch can use."""
 

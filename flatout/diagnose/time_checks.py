@@ -111,7 +111,11 @@ def _has_forward(facts: Facts) -> bool:
 
 def _own_python(facts: Facts) -> Seen | None:
     """Lines of the script between the passes, less the operators that they call on whole tensors; unknown where the
-    profile has no lines of operators, as of a script that compiles its model."""
+    profile has no lines of operators, as of a script that compiles its model.
+
+    Where others kept the processor busy, an operator takes much longer in one step than in the next, so that what is
+    left of a line that calls any says nothing.
+    """
     assert facts.profile is not None
     if "lines" in facts.profile.reasons:
         return None
@@ -129,7 +133,8 @@ def _own_python(facts: Facts) -> Seen | None:
         seconds, calls = operators.get(place, (0.0, 0.0))
         if by_element[place] >= MANY_CALLS:
             seconds = 0.0
-        if seconds < OPERATOR_SHARE * one.seconds or calls >= MANY_CALLS:
+        computes = seconds > 0.0 if facts.contended else seconds >= OPERATOR_SHARE * one.seconds
+        if not computes or calls >= MANY_CALLS:
             lines[one.line[:2]] = one, max(0.0, one.seconds - seconds)
     cost, whole = sum(left for _, left in lines.values()), facts.whole_step_seconds
     low = sum(one.low_share * left / max(one.seconds, 1e-12) for one, left in lines.values())

@@ -520,7 +520,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(), profile=profile(operators=(replace(FINITE[0], calls=1),), operator_calls=3.0)),
         ],
     ),
-    "starved-loader": ([loading()], [SLOW_STEPS]),
+    "starved-loader": (
+        [loading(), replace(loading(), contended=False)],
+        [SLOW_STEPS, replace(loading(), contended=True)],
+    ),
     "slow-transform": (
         [loading(times=(time_of("transform", 0.2), time_of("loader", 0.05)))],
         [loading(times=(time_of("transform", 0.02), time_of("loader", 0.2)))],
@@ -579,6 +582,11 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(
                 behaviour=behaviour(times=(time_of("script", 0.2),)),
                 profile=profile(operators=(operator(seconds=0.019, line="train.py:12"),)),
+            ),
+            facts(
+                behaviour=behaviour(times=(time_of("script", 0.2),)),
+                profile=profile(operators=(operator(seconds=0.001, line="train.py:12"),)),
+                contended=True,
             ),
             facts(
                 behaviour=behaviour(times=(time_of("script", 0.2),)),
