@@ -98,8 +98,10 @@ def summarise(
     processes = _processes(runner, others, started_at=time.time() - wall)
     said = [*notes, *([runner.fault] if runner.fault is not None else [])]
     said += [f"left off: {label} ({why})" for label, why in runner.left_off]
+    load = runner.load()
     facts = Facts(
         observed=observed,
+        contended=load is not None and load.contended,
         planned=plan is not None,
         command=shlex.join(target.command),
         machine=machine,
@@ -133,7 +135,7 @@ def summarise(
         left_off=tuple(runner.left_off),
         plan_notes=tuple(said),
         findings=check_facts(facts),
-        load=runner.load(),
+        load=load,
         samples_per_step=runner.batches.samples_per_step,
         tokens_per_step=runner.batches.tokens_per_step,
         samples_reasons=runner.batches.reasons(),
