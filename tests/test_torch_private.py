@@ -22,6 +22,7 @@ import torch
 
 from flatout.errors import MachineError
 from flatout.torch_private import attributes, compiler, dispatch, loading, lookup, modules, tensors
+from tests.processes import Python
 
 PACKAGE = Path(__file__).parents[1] / "flatout"
 ADAPTER = PACKAGE / "torch_private"
@@ -364,3 +365,22 @@ def test_versions_are_tried_in_order_until_the_last_context_ends(monkeypatch: py
             pass
         assert True not in set_to  # a compiled copy was closed; the outer one still runs
     assert set_to[-1] is True
+
+
+def test_breaks_in_a_loop_leave_a_function_uncompiled_and_have_their_line(python: Python, tmp_path: Path) -> None:
+    """In a process of its own: what the compiler has seen stays."""
+    (tmp_path / "breaks.py").write_text(
+        "import logging, torch\n"
+        "logging.disable(logging.WARNING)\n"
+        "def scaled(x):\n"
+        "    for _ in range(2):\n"
+        "        x = x / x.abs().max().item()\n"
+        "    return x\n"
+        "torch.compile(scaled, backend='eager')(torch.ones(3))\n"
+        "from flatout.torch_private.compiler import graph_breaks\n"
+        "print(graph_breaks())\n"
+    )
+    done = python("breaks.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "(so scaled is not compiled at all)" in done.stdout
+    assert "breaks.py', 5)" in done.stdout

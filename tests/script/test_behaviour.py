@@ -21,9 +21,10 @@ from flatout.diagnose.facts import Facts
 from flatout.levers.subject import Subject
 from flatout.precision.recurrent import MOST_ERROR, gradient_error
 from flatout.profiling.profile import Profile
-from flatout.script import behaviour
+from flatout.script import behaviour, convolution_timing
 from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
+from flatout.script.convolution_timing import ConvolutionTimer
 from flatout.script.gradient_watch import GradientWatch
 from flatout.script.places import Places
 from flatout.script.source_facts import SourceFacts, read_source
@@ -1028,6 +1029,41 @@ def test_convolutions_are_timed_in_both_formats() -> None:
     assert timed.layers == 2
     assert timed.contiguous_seconds > 0
     assert 0 < timed.low_ratio < 100
+
+
+def test_the_lines_whose_operators_meet_denormals() -> None:
+    model, faded = net(), torch.full((64, 64), 1e-40)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        (faded * 0.5).sum()  # here
+        model(data()).square().mean().backward()
+        optimizer.step()
+
+    lines = watched(step, model).denormal_lines
+    assert "# here" in lines[0][2]
+
+
+def test_memory_formats_are_compared_with_one_thread_too() -> None:
+    """And the script's number of threads is what it was."""
+    torch.set_num_threads(2)
+    try:
+        timer = ConvolutionTimer()
+        timer.note(nn.Conv2d(3, 8, 3), (torch.randn(2, 3, 16, 16),))
+        seen: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            compared = convolution_timing._compared
+            patch.setattr(
+                convolution_timing,
+                "_compared",
+                lambda *given: (seen.append(torch.get_num_threads()), compared(*given))[1],
+            )
+            assert timer.timed("") is not None
+        assert seen == [2, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 class Recurrent(nn.Module):
