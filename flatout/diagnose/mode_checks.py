@@ -184,8 +184,8 @@ def debug_mode(facts: Facts) -> Seen | None:
 
 def _finite_checks(facts: Facts) -> Seen | None:
     """By what the lines that make them call, such as `assert torch.isfinite(x).all()` in a hook of every module."""
-    profile = facts.profile
-    if profile is None or not profile.operator_calls:
+    profile, seen = facts.profile, facts.behaviour
+    if profile is None or not profile.operator_calls or seen is None or seen.anomaly:  # that mode makes such checks too
         return None
     checks = [row for row in profile.operators if row.name in FINITE and row.line]
     lines, calls = {row.line for row in checks}, sum(row.calls for row in checks)

@@ -514,6 +514,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
         [
             facts(behaviour=behaviour(), profile=profile(operators=FINITE, operator_calls=9e4)),
+            facts(behaviour=behaviour(anomaly=True), profile=profile(operators=FINITE, operator_calls=300.0)),
             facts(
                 behaviour=behaviour(), profile=profile(operators=(replace(FINITE[0], line=""),), operator_calls=300.0)
             ),
