@@ -84,7 +84,7 @@ def _steps(watched: MemoryWatched) -> str:
     warm_up = memory.use.warm_up
     counted = f"{memory.steps} steps, {warm_up} of them to warm up"
     if watched.ranks:
-        counted += f", in {len(watched.ranks)} processes; below is {watched.shown_rank}"
+        counted += f", in {len(watched.ranks)} processes; below is {watched.shown_rank or 'the script itself'}"
     return counted if watched.status is None else f"{counted}; the script exited on its own with code {watched.status}"
 
 

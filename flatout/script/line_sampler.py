@@ -54,6 +54,9 @@ _ORDER: tuple[Activity, ...] = ("plotting", "logging", "disk", "optimizer", "bac
 class _Sums:
     seconds: float = 0.0
     samples: int = 0
+    seconds_since_step: float = 0.0
+    samples_since_step: int = 0
+    """Of these, those since the last step ended."""
 
 
 class LineSampler:
@@ -63,8 +66,6 @@ class LineSampler:
     def __init__(self, places: Places, thread: int) -> None:
         self._places, self._watched = places, thread
         self._sums: dict[tuple[str, int, Activity], _Sums] = {}
-        self._since_step: list[tuple[tuple[str, int, Activity], float]] = []
-        """Samples since the last step ended."""
         self._tags: dict[str, str] = {}
         self._over = threading.Event()
         self._sampler: threading.Thread | None = None
@@ -95,14 +96,15 @@ class LineSampler:
             sys.setswitchinterval(self._switch_seconds)
 
     def step_ended(self) -> None:
-        self._since_step = []
+        for one in list(self._sums.values()):
+            one.seconds_since_step, one.samples_since_step = 0.0, 0
 
     def drop_since_step(self) -> None:
         """Forget what came after the last step: of a script that has ended, it is no part of any."""
-        for key, seconds in self._since_step:
-            self._sums[key].seconds -= seconds
-            self._sums[key].samples -= 1
-        self._since_step = []
+        for one in self._sums.values():
+            one.seconds -= one.seconds_since_step
+            one.samples -= one.samples_since_step
+        self.step_ended()
 
     def times(self, steps: int) -> tuple[LineTime, ...]:
         """The lines with the most time. steps: training steps in the window."""
@@ -155,11 +157,11 @@ class LineSampler:
             activity = "model"
         elif activity in ("script", "logging", "plotting", "disk") and self.waits():
             activity = "torch"
-        key = (*place, activity)
-        sums = self._sums.setdefault(key, _Sums())
+        sums = self._sums.setdefault((*place, activity), _Sums())
         sums.seconds += seconds
         sums.samples += 1
-        self._since_step.append((key, seconds))
+        sums.seconds_since_step += seconds
+        sums.samples_since_step += 1
 
     def _tag(self, file: str) -> str:
         known = self._tags.get(file)

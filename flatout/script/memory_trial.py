@@ -92,7 +92,7 @@ class MemoryWatched:
     ranks: tuple[RankMemory, ...] = ()
     """The processes that train together, or that the script started to train in."""
     shown_rank: str = ""
-    """Name of the one that `memory` is of."""
+    """Name of the one that `memory` is of; '': it is of the script's own process, beside them."""
     rank_notes: tuple[str, ...] = ()
 
 
@@ -104,10 +104,10 @@ def watch_memory(request: MemoryRequest) -> MemoryWatched:
         RankMemory(name=_name(one), memory=_process_memory(one["memory"]), fault=one["fault"]) for one in found.ranks
     )
     memory = None if found.answer is None else _process_memory(found.answer)
-    shown = max(ranks, key=lambda one: one.memory.peak_bytes, default=None)
-    if shown is not None and (memory is None or not memory.steps):
+    shown = None
+    if memory is None or (ranks and not memory.steps):
+        shown = max(ranks, key=lambda one: one.memory.peak_bytes)
         memory = shown.memory
-    assert memory is not None, "an answer, or one of a rank"
     return MemoryWatched(
         target=request.target,
         status=found.status,

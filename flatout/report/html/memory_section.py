@@ -37,7 +37,7 @@ def memory(sources: Sources) -> Section | None:
 
 def _ranks(doc: Part) -> list[Block]:
     """A row for each process that trained; the blocks below are of one of them."""
-    ranks, shown = doc.parts("ranks"), doc.text("shown_rank") or "one of them"
+    ranks, shown = doc.parts("ranks"), doc.text("shown_rank") or "the script itself"
     if not ranks:
         return []
     heads = ("process", "peak of tensors", "between steps", "whole process", "leaks")
