@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.cli.in_process import Said, said_by
+from tests.cli.rank_script import rank_script
 
 pytestmark = pytest.mark.slow
 
 RANKS = """
-    import os, sys, time
-    import torch, torch.distributed as dist, torch.multiprocessing as mp
-
-    def train(rank, kind, steps):
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        kept = []
-        for step in range(steps):
-            optimizer.zero_grad()
-            inputs = torch.randn(4 + 60 * (1 - rank if kind == "leaks" else rank), 64)
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            if kind == "leaks" and rank == 1:
-                kept.append(inputs)
-            if step == 4 and kind == "dies":
-                os._exit(3) if rank else time.sleep(600)
-
-    if __name__ == "__main__":
-        kind, steps = sys.argv[1], int(sys.argv[2])
-        context = mp.get_context(sys.argv[3])
-        processes = [context.Process(target=train, args=(rank, kind, steps)) for rank in range(2)]
-        for one in processes:
-            one.start()
-        for one in processes:
-            one.join()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    kept = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(4 + 60 * (1 - rank if kind == "leaks" else rank), 64)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        if kind == "leaks" and rank == 1:
+            kept.append(inputs)
+        if step == 4 and kind == "dies":
+            os._exit(3) if rank else time.sleep(600)
 """
 
 
 def ranks(folder: Path, kind: str, *options: str, steps: int = 100_000, method: str = "spawn") -> Said:
-    (folder / "train.py").write_text(textwrap.dedent(RANKS))
+    (folder / "train.py").write_text(rank_script(RANKS))
     return said_by(folder, "memory", *options, "train.py", kind, str(steps), method)
 
 

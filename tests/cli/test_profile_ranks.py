@@ -9,38 +9,23 @@ from pathlib import Path
 import pytest
 
 from tests.cli.in_process import Said, said_by
+from tests.cli.rank_script import rank_script
 from tests.processes import Python
 
 pytestmark = pytest.mark.slow
 
 RANKS = """
-    import os, sys, time
-    import torch, torch.distributed as dist, torch.multiprocessing as mp
-
-    def train(rank, kind, steps):
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-        if kind == "never":
-            time.sleep(600)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(steps):
-            time.sleep(0.02 * rank)
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            if step == 6 and kind == "dies":
-                os._exit(3) if rank else time.sleep(600)
-
-    if __name__ == "__main__":
-        kind, steps = sys.argv[1], int(sys.argv[2])
-        context = mp.get_context("spawn")
-        processes = [context.Process(target=train, args=(rank, kind, steps)) for rank in range(2)]
-        for one in processes:
-            one.start()
-        for one in processes:
-            one.join()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    if kind == "never":
+        time.sleep(600)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        time.sleep(0.02 * rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        if step == 6 and kind == "dies":
+            os._exit(3) if rank else time.sleep(600)
 """
 PLAIN = """
     import torch
@@ -56,7 +41,7 @@ PLAIN = """
 
 
 def ranks(folder: Path, kind: str, steps: int = 100_000, *options: str) -> Said:
-    (folder / "train.py").write_text(textwrap.dedent(RANKS))
+    (folder / "train.py").write_text(rank_script(RANKS))
     return said_by(folder, "profile", *options, "train.py", kind, str(steps))
 
 
