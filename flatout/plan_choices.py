@@ -252,6 +252,14 @@ class Choices:
         levers=("attention:FusedAttention",),
         in_forecasts=False,
     )
+    normalization: Literal["fused"] | None = choice(
+        "batch norms in training on the CPU: fused = with the addition and the ReLU after them, in one kernel",
+        scopes=("script", "step"),
+        exactness="rounding",
+        levers=("fused_norm:FusedNorm",),
+        pairs_with=("precision", "memory_format"),
+        in_forecasts=False,
+    )
     kernels: Literal["amx"] | None = choice(
         "linear layers, attention and GELU on the CPU: amx = Flatout's kernels for its matrix units, products in bf16",
         scopes=("script", "step"),

@@ -94,6 +94,7 @@ def called(work: Work, inputs: Sequence[Tensor], gradient: Tensor) -> list[Tenso
 
 
 def measured(case: Case, rounds: int) -> dict[str, Any]:
+    torch.compiler.reset()  # each case is a program of its own
     gradient = torch.randn_like(case.torchs(*case.inputs))
     exact_inputs = [one.detach().double().requires_grad_() for one in case.inputs]
     exact = [one.detach() for one in called(case.torchs, exact_inputs, gradient.double())]
@@ -118,11 +119,13 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
     found = rows(samples, "torch")
     for name, row in found.items():
         row["relative_error"] = errors[name]
-        row["flops_per_second"] = counter.get_total_flops() / median(samples[name])
+        flops = counter.get_total_flops()
+        row["flops_per_second"] = flops / median(samples[name]) if flops else None
         ratio = row["against_baseline"]
+        rate = f"{row['flops_per_second'] / 1e12:5.2f} TFLOP/s  " if flops else ""
         print(
             f"  {name:16} {median(samples[name]) * 1e3:8.3f} ms  x{ratio['ratio']:.2f} ({ratio['low']:.2f} to "
-            f"{ratio['high']:.2f})  {row['flops_per_second'] / 1e12:5.2f} TFLOP/s  error {errors[name]:.1e}",
+            f"{ratio['high']:.2f})  {rate}error {errors[name]:.1e}",
             flush=True,
         )
     return {"case": case.name, "rows": found}

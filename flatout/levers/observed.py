@@ -56,6 +56,7 @@ class ModuleSeen:
     parameters: int
     convolutions: int = 0
     linears: int = 0
+    batch_norms: int = 0
     dtypes: tuple[str, ...] = ()
     repeated_block: str = ""
     repeated_blocks: int = 0

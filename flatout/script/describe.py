@@ -150,6 +150,7 @@ def _see_loader(loader: DataLoader[object], lengths: bool) -> LoaderSeen:
 
 def _see_module(module: nn.Module) -> ModuleSeen:
     import torch
+    from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
     inner = list(module.modules())
     blocks = repeated_blocks(module)
@@ -159,6 +160,7 @@ def _see_module(module: nn.Module) -> ModuleSeen:
         parameters=sum(p.numel() for p in module.parameters()),
         convolutions=len(convolutions),
         linears=sum(isinstance(m, torch.nn.Linear) for m in inner),
+        batch_norms=sum(isinstance(m, (BatchNorm1d, BatchNorm2d, BatchNorm3d)) for m in inner),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})),
         repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
         repeated_blocks=len(blocks),

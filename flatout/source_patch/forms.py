@@ -33,6 +33,7 @@ WITHOUT_FORM: Mapping[str, str] = {
     "attention": "the products and the softmax are recognized while the model runs, not in its text",
     "loss": "the loss would need a function of its own that computes the scores in chunks",
     "allocator": "it is set in the environment, before Python starts",
+    "normalization": "the kernel is Flatout's own, and the script would need it to run",
     "kernels": "the kernels are Flatout's own, and the script would need it to run",
     "activation_offload": "it works through hooks on what autograd saves",
     "activation_checkpointing": "the forward of the model's class would have to be rewritten",

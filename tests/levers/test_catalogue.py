@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flatout.levers import allocator
+from flatout.levers import allocator, fused_norm
 from flatout.levers.catalogue import INTERACTING, LEVERS, levers_of
 from flatout.levers.lever import Choice, Lever, choices_from_json, choices_of_plan
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed, OptimizerSeen
@@ -47,6 +47,7 @@ LOADER = LoaderSeen(
 OPTIMIZER = OptimizerSeen(kind="Adam", parameters=4, can_fuse=True, can_foreach=True)
 MODULE = ModuleSeen(kind="Net", parameters=9, convolutions=2, dtypes=("float32",))
 WIDE = replace(MODULE, widest_output=50_257)
+NORMED = replace(MODULE, batch_norms=1)
 SEEN = Observed(optimizers=(OPTIMIZER,), loaders=(LOADER,), modules=(MODULE,), threads=8)
 ON_GPU = replace(SEEN, device="cuda:0")
 CPU, AMX = machine(), machine(cpu=("fp32", "bf16"))
@@ -63,6 +64,7 @@ def lever(name: str) -> Lever:
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(allocator, "preloaded_libraries", lambda: "")
+    monkeypatch.setattr(fused_norm, "_obstacle", lambda: None)
     monkeypatch.setattr(allocator, "_library", lambda name: "libjemalloc.so.2" if name == "jemalloc" else None)
 
 
@@ -118,6 +120,7 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("allocator", CPU, SEEN, ("jemalloc",)),
     ("fused attention", CPU, replace(SEEN, modules=(replace(MODULE, attention_by_hand="Head"),)), ("fused",)),
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,)), ("chunked",)),
+    ("fused batch norm", CPU, replace(SEEN, modules=(NORMED,)), ("fused",)),
 ]
 
 
@@ -173,6 +176,10 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("torch.compile", CPU, replace(SEEN, compiled_in_script=True), "already"),
     ("fused attention", CPU, SEEN, "no module computes attention"),
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(replace(WIDE, widest_output=65),)), "65 outputs"),
+    ("fused batch norm", CPU, SEEN, "no batch norms"),
+    ("fused batch norm", AMPERE, replace(ON_GPU, modules=(NORMED,)), "not on the CPU"),
+    ("fused batch norm", CPU, replace(SEEN, modules=(replace(NORMED, compiled=True),)), "torch.compile"),
+    ("fused batch norm", CPU, replace(SEEN, modules=(NORMED,), differentiates_twice="create_graph"), "create_graph"),
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,), compiled_in_script=True), "already"),
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,), optimizers=()), "no optimizer"),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, compiled=True),)), "already"),

@@ -24,6 +24,7 @@ VALUES = {
     "optimizer": "fused",
     "cudnn.benchmark": True,
     "channels_last": "channels_last",
+    "fused batch norm": "fused",
     "autocast": "bf16",
     "matmul precision": "medium",
 }
@@ -94,6 +95,7 @@ def global_state() -> list[Any]:
         torch.backends.cudnn.benchmark,
         _MapDatasetFetcher.fetch,
         torch.is_autocast_enabled("cpu"),
+        torch.nn.functional.batch_norm,
     ]
 
 

@@ -298,6 +298,11 @@ struct Line {
   friend Line operator*(Line a, Line b) { return {_mm512_mul_ps(a.low, b.low), _mm512_mul_ps(a.high, b.high)}; }
   friend Line operator/(Line a, Line b) { return {_mm512_div_ps(a.low, b.low), _mm512_div_ps(a.high, b.high)}; }
   friend Line max(Line a, Line b) { return {_mm512_max_ps(a.low, b.low), _mm512_max_ps(a.high, b.high)}; }
+  // `values` where `sign` is not zero or less, which NaN is not; 0 elsewhere
+  friend Line where_positive(Line sign, Line values) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(sign.low, _mm512_setzero_ps(), _CMP_NLE_UQ), values.low),
+            _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(sign.high, _mm512_setzero_ps(), _CMP_NLE_UQ), values.high)};
+  }
 
  private:
   static __m512 widened(const uint16_t* from) {
@@ -348,6 +353,9 @@ struct Line {
   friend Line operator*(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x * y; }); }
   friend Line operator/(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x / y; }); }
   friend Line max(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x >= y ? x : y; }); }  // y if one is NaN
+  friend Line where_positive(const Line& sign, const Line& values) {
+    return each(sign, values, [](float x, float y) { return x <= 0.0f ? 0.0f : y; });
+  }
 
  private:
   template <typename Use>

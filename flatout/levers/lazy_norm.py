@@ -1,0 +1,256 @@
+"""Lazy normalised activations: what a batch norm in training would return, computed together with what follows it.
+
+A `LazyNorm` is a torch.Tensor with a shape, a dtype, a node in the graph and no memory. The statistics of its batch
+norm are known; the addition of another tensor only notes that tensor, and a ReLU computes all of it in one pass. Every
+other operation computes the activations, once, as the batch norm would have done, and continues with plain tensors.
+
+    y = lazy_norm(x, weight, bias, statistics)     # mean and variance computed, nothing written
+    y += shortcut                                  # noted
+    torch.relu_(y)                                 # one pass over x and shortcut
+
+For code below Python (an autograd.Function of the script, an extension) it is a tensor like any other: it has a node of
+its own in the autograd graph, through which gradients reach the batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flatout.errors import ScriptError
+from flatout.kernels.batch_norm import batch_norm, norm_gradients
+from flatout.levers.lazy_scores import ABOUT, is_plain
+from flatout.torch_private.dispatch import tree_map_only, without_subclass_torch_function
+from flatout.torch_private.tensors import wrapper_without_memory
+
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+
+
+class Source:
+    """One call of a batch norm in training, and what was added to its result."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, addend: Tensor | None = None
+    ) -> None:
+        self.x, self.weight, self.bias, self.statistics, self.addend = x, weight, bias, statistics, addend
+        self.formed: Tensor | None = None
+        """The activations, once they had to be computed or ReLU was applied in place."""
+        self._versions = self._read()
+
+    def add(self, addend: Tensor) -> Source:
+        """The same with another tensor added to it."""
+        self.check()
+        return Source(self.x, self.weight, self.bias, self.statistics, addend)
+
+    def computed(self, *, relu: bool) -> Tensor:
+        """The activations, part of autograd's graph without the LazyNorm's own node."""
+        self.check()
+        return batch_norm(self.x, self.statistics, self.addend, self.weight, self.bias, relu)
+
+    def values(self) -> Tensor:
+        """The activations, detached."""
+        if self.formed is not None:
+            return self.formed.detach()
+        with torch.no_grad():
+            return self.computed(relu=False)
+
+    def check(self) -> None:
+        """Raises ScriptError if an input has changed: the activations would be different ones."""
+        if self._read() != self._versions:
+            raise ScriptError(
+                "the input of a batch norm was changed in place before its result was used",
+                limit="the fused batch norm computes its result together with the operations after it",
+                remedy='use the result before, or remove `normalization = "fused"` from the plan',
+            )
+
+    def _read(self) -> tuple[int, int]:
+        return self.x._version, 0 if self.addend is None else self.addend._version
+
+
+class LazyNorm(torch.Tensor):
+    """See the module."""
+
+    source: Source
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],  # one of torch's functions, whatever it returns
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in ABOUT:
+            with without_subclass_torch_function():
+                return func(*args, **kwargs)
+        if func in _FUSED:
+            found = _FUSED[func](*args, **kwargs)
+            if found is not None:
+                return found
+        result = func(*formed_in(args), **formed_in(kwargs))
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], LazyNorm):
+            _becomes(args[0], form(args[0]))
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., object], types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        """An operation from below Python, after autograd, or one of this module, for the sake of its node alone."""
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], LazyNorm) and isinstance(args[1], Tensor):
+            lazy = args[0]
+            if lazy.source.formed is None and lazy.source.addend is None and not kwargs:
+                lazy.source = lazy.source.add(args[1])
+                return lazy
+        if func is torch.ops.aten.add.Tensor and isinstance(args[0], LazyNorm) and isinstance(args[1], Tensor):
+            source = args[0].source
+            if source.formed is None and source.addend is None and not kwargs:
+                return _without_memory(source.add(args[1]))
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], LazyNorm):
+            return args[0]  # `_becomes`
+        values = tree_map_only(LazyNorm, lambda one: one.source.values(), (args, kwargs or {}))
+        return func(*values[0], **values[1])
+
+
+def lazy_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor) -> LazyNorm:
+    """x: fp32 or bf16 [batch, channels, ...]; weight and bias: fp32 [channels] or None; statistics: those of all three.
+    Like x."""
+    return _deferred(x, weight, bias, statistics)
+
+
+def form(lazy: LazyNorm) -> Tensor:
+    """The activations as a plain tensor in autograd's graph, the same one each time."""
+    source = lazy.source
+    if source.formed is None:
+        with torch.enable_grad():
+            source.formed = _form(lazy)
+    return source.formed
+
+
+def formed_in(values: Any) -> Any:
+    """With LazyNorms in nested containers formed."""
+    return tree_map_only(LazyNorm, form, values)
+
+
+def _becomes(lazy: LazyNorm, formed: Tensor) -> None:
+    """An operation in place gave the activations other values and another history: those of `formed`."""
+    lazy.source.formed = formed
+    with torch.enable_grad(), without_subclass_torch_function():
+        lazy.copy_(formed)  # copies nothing: it is for the history
+
+
+# what is fused
+
+
+def _relu(input: object, inplace: bool = False) -> Tensor | None:
+    if not isinstance(input, LazyNorm) or input.source.formed is not None:
+        return None
+    made = input.source.computed(relu=True)
+    if inplace:
+        _becomes(input, made)
+    return made
+
+
+def _relu_(input: object) -> Tensor | None:
+    return _relu(input, inplace=True)
+
+
+def _add(input: object, other: object, *, alpha: object = 1, inplace: bool = False) -> Tensor | None:
+    """None where the sum is not of two tensors that are alike."""
+    if not isinstance(input, LazyNorm):
+        input, other = other, input
+    if not isinstance(input, LazyNorm) or alpha != 1:
+        return None
+    if isinstance(other, LazyNorm):
+        other = form(other)
+    if not is_plain(other) or other.dtype != input.dtype or other.shape != input.shape or other.device != input.device:
+        return None
+    if input.source.formed is not None or input.source.addend is not None:
+        return None
+    with without_subclass_torch_function():
+        made: Tensor = input.add_(other) if inplace else input + other
+    return made
+
+
+def _add_(input: object, other: object, *, alpha: object = 1) -> Tensor | None:
+    return _add(input, other, alpha=alpha, inplace=True) if isinstance(input, LazyNorm) else None
+
+
+_T = torch.Tensor
+_FUSED: dict[object, Callable[..., Tensor | None]] = {
+    functional.relu: _relu,
+    **dict.fromkeys((torch.relu, _T.relu), _relu),
+    **dict.fromkeys((torch.relu_, _T.relu_), _relu_),
+    **dict.fromkeys((torch.add, _T.add, _T.__add__, _T.__radd__), _add),
+    **dict.fromkeys((_T.add_, _T.__iadd__), _add_),
+}
+
+
+# nodes
+
+
+class _Context(Protocol):
+    """torch.autograd.function.FunctionCtx"""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _Deferred(torch.autograd.Function):
+    """The batch norm's node: gradients of what does not fuse go through it."""
+
+    @staticmethod
+    def forward(
+        context: _Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor
+    ) -> LazyNorm:
+        context.set_materialize_grads(False)
+        context.save_for_backward(x, statistics)
+        return _without_memory(Source(x, weight, bias, statistics))
+
+    @staticmethod
+    def backward(context: _Context, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None, None
+        x, statistics = context.saved_tensors
+        of_x, of_weight, of_bias, _ = context.needs_input_grad
+        weight, bias, *others = norm_gradients(gradient, x, statistics, None, False, of_x, False)
+        return others[0] if of_x else None, weight if of_weight else None, bias if of_bias else None, None
+
+
+_deferred: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], LazyNorm] = _Deferred.apply
+
+
+class _Form(torch.autograd.Function):
+    """From a LazyNorm to the activations themselves."""
+
+    @staticmethod
+    def forward(context: object, lazy: LazyNorm) -> Tensor:
+        return lazy.source.values()
+
+    @staticmethod
+    def backward(context: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+_form: Callable[[LazyNorm], Tensor] = _Form.apply
+
+
+def _without_memory(source: Source) -> LazyNorm:
+    x = source.x
+    made: Any = wrapper_without_memory(
+        LazyNorm, x.shape, strides=x.stride(), storage_offset=0, dtype=x.dtype, device=x.device
+    )
+    made.source = source
+    lazy: LazyNorm = made
+    return lazy
