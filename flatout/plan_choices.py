@@ -301,7 +301,7 @@ class Choices:
         in_forecasts=False,
     )
     allocator: Literal["retain", "jemalloc", "tcmalloc", "mimalloc"] | None = choice(
-        "CPU memory: retain = glibc keeps freed memory for reuse; else the allocator to preload",
+        "CPU memory: retain = glibc keeps freed memory for reuse, in huge pages; else the allocator to preload",
         scopes=("script", "step"),
         exactness="bit-identical",
         levers=("allocator:RetainMemory", "allocator:PreloadedAllocator"),

@@ -51,5 +51,6 @@ def environment_of(choice: str, value: ChoiceValue) -> tuple[str, ...]:
         return ("CUDA_VISIBLE_DEVICES=",)
     if choice == "allocator" and value == "retain":
         trim = 2**31 - 1
-        return ("MALLOC_MMAP_MAX_=0", f"MALLOC_TRIM_THRESHOLD_={trim}", f"MALLOC_TOP_PAD_={RETAINED_BYTES}")
+        retained = ("MALLOC_MMAP_MAX_=0", f"MALLOC_TRIM_THRESHOLD_={trim}", f"MALLOC_TOP_PAD_={RETAINED_BYTES}")
+        return (*retained, "GLIBC_TUNABLES=glibc.malloc.hugetlb=1")  # of glibc 2.35 and newer
     return ()

@@ -436,6 +436,7 @@ def test_what_has_no_form_names_what_does_the_same(tmp_path: Path) -> None:
     retained, attention = patch_for(tmp_path, PLAIN, allocator="retain", attention="fused").left[::-1]
     assert retained.command == (
         *("MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=2147483647", "MALLOC_TOP_PAD_=67108864"),
+        "GLIBC_TUNABLES=glibc.malloc.hugetlb=1",
     )
     assert attention.command == ()
     assert patch_for(tmp_path, PLAIN, device="cpu").left[0].command == ("CUDA_VISIBLE_DEVICES=",)
