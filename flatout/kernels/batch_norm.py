@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flatout.kernels.differentiated_once import differentiated_once
 from flatout.kernels.matrix_units import ELEMENTS
 from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
@@ -184,3 +185,4 @@ def _backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("flatout::batch_norm", _backward, setup_context=_keep, lib=_DEFINITIONS)
+differentiated_once("batch_norm_gradients", _DEFINITIONS)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES_ON_GPU = 100 * 1024**2
 """Of scores: small beside a step, large enough for products at full speed. Each chunk costs launches, and scores that
@@ -111,6 +112,7 @@ class LossByClasses(torch.autograd.Function):
         return total if terms is None else total / terms  # without any target 0 / 0, as torch has it
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Rows without a target get a gradient of zero, whatever comes from above: a loss that the caller divides by
         its number of targets, none, sends infinity."""

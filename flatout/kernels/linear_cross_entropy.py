@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from flatout.arguments import wrong
@@ -135,6 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return terms.losses.sum() / count
 
     @staticmethod
+    @once_differentiable
     def backward(context: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """What has no target gets a gradient of zero, whatever comes from above: a loss that the caller divides by its
         number of targets, none, sends infinity."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flatout.errors import UsageError
+from flatout.kernels.differentiated_once import differentiated_once
 from flatout.kernels.matrix_units import ELEMENTS, product, sums_of_columns
 from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
@@ -123,6 +124,7 @@ def _linear_backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ..
 
 
 torch.library.register_autograd("flatout::linear", _linear_backward, setup_context=_keep_for_linear, lib=_DEFINITIONS)
+differentiated_once("linear_gradients", _DEFINITIONS)
 
 
 @register_flop_formula(torch.ops.flatout.linear)
@@ -307,6 +309,7 @@ def _attention_backward(ctx: _Context, gradient: Tensor, _: Tensor | None) -> tu
 torch.library.register_autograd(
     "flatout::attention", _attention_backward, setup_context=_keep_for_attention, lib=_DEFINITIONS
 )
+differentiated_once("attention_gradients", _DEFINITIONS)
 
 
 @register_flop_formula(torch.ops.flatout.attention)
@@ -443,3 +446,4 @@ def _gelu_backward(ctx: _Context, gradient: Tensor) -> Tensor:
 
 
 torch.library.register_autograd("flatout::gelu_tanh", _gelu_backward, setup_context=_keep_for_gelu, lib=_DEFINITIONS)
+differentiated_once("gelu_tanh_gradient", _DEFINITIONS)

@@ -64,7 +64,8 @@ def test_a_plan_without_any_source_form(folder: Path) -> None:
     write(folder, allocator="retain")
     said = said_by(folder, "diff", "--out", "a.patch", "train.py", "--lr", "0.1")
     assert said.returncode == 1
-    variables = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=67108864 GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
+    variables = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=67108864"
+    variables += " GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
     assert f"the same with: {variables} python train.py --lr 0.1" in said.stdout
     assert not (folder / "a.patch").exists()
     document = json.loads(said_by(folder, "diff", "--json", "train.py").stdout)
