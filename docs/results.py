@@ -506,6 +506,22 @@ def bench(*results: Document) -> str:
     return table(header, rows, above(parsed[0][1]))
 
 
+CLASSES = {"matmul": "products", "normalisation": "norms", "softmax": "softmax and loss", "copy": "copies and casts"}
+"""Of operators, in words."""
+
+
+def account(document: Document) -> str:
+    rows = []
+    for name, found in document["results"].items():
+        shares: dict[str, float] = {}
+        for row in found["rows"]:
+            shares[row["class"]] = shares.get(row["class"], 0.0) + row["share"]
+        told = sorted(shares.items(), key=lambda item: -item[1])
+        words = ", ".join(f"{CLASSES.get(kind, kind)} {percent(share)}" for kind, share in told if share >= 0.01)
+        rows.append((name, format_seconds(found["step_seconds"]), percent(sum(shares.values())), words))
+    return table(("step", "takes", "accounted for", "of it"), rows)
+
+
 def claims(document: Document) -> str:
     found = ClaimsResult.from_json(_payload(document))
     rows = []
@@ -631,6 +647,7 @@ def _payload(document: Document) -> Document:
 
 TABLES: dict[str, Callable[..., str]] = {
     "bench": bench,
+    "account": account,
     "claims": claims,
     "scripts": scripts,
     "before_and_after": before_and_after,

@@ -1,14 +1,17 @@
 """`python -m benchmarks.train.account`: what the time of a training step is spent on, operator by operator.
 
 GPT-2 124M, BERT-base and ResNet-50 as `flatout bench` trains them, in bf16: by the loop that peers run, and by
-TrainStep with the plan that a tune of this processor kept. Operators are listed, the longest first, until 95 % of a
-step are accounted for; what remains is Python, autograd and operators that take less each. Steps are timed without a
-profiler, operators with it, both in the same process.
+TrainStep with the levers that a tune keeps on AMX (without malloc, whose work is in no operator). Operators are listed,
+the longest first, until 95 % of a step are accounted for; what remains is Python, autograd and operators that take less
+each. Steps are timed without a profiler, operators with it, both in the same process.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +24,8 @@ from flatout.bench import training
 from flatout.bench.training import BERT, GPT, RESNET, Training
 from flatout.bench.workload import Setup
 
-ACCOUNTED = 0.95
+ACCOUNTED, LEAST = 0.95, 0.001
+SETUP = Setup(device="cpu")
 AMX = {"kernels": "amx", "loss": "chunked"}
 CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "GPT-2 124M": (GPT, AMX),
@@ -31,13 +35,17 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
 """With what a plan adds to bf16 and the fused optimizer."""
 
 
-def loops(which: Training, setup: Setup, chosen: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    plan = Plan(precision="bf16", optimizer="fused", **chosen)
+def by_hand(which: Training, chosen: dict[str, Any]) -> Callable[[], object]:
     settings = {"compiled": False, "channels_last": which.images}
-    return {
-        "by hand": training.by_hand(which, setup, settings).turn,
-        "flatout": training.tuned(which, setup, {"plan": plan.to_toml()}).turn,
-    }
+    return training.by_hand(which, SETUP, settings).turn
+
+
+def by_plan(which: Training, chosen: dict[str, Any]) -> Callable[[], object]:
+    plan = Plan(precision="bf16", optimizer="fused", **chosen)
+    return training.tuned(which, SETUP, {"plan": plan.to_toml()}).turn
+
+
+LOOPS = {"by hand": by_hand, "flatout": by_plan}
 
 
 def account(found: ProfileResult) -> dict[str, Any]:
@@ -47,7 +55,7 @@ def account(found: ProfileResult) -> dict[str, Any]:
     operators = found.operators_by("name")
     rows: list[dict[str, Any]] = []
     for one in operators:
-        if sum(row["seconds"] for row in rows) >= ACCOUNTED * step:
+        if one.seconds < LEAST * step or sum(row["seconds"] for row in rows) >= ACCOUNTED * step:
             break
         rows.append(
             {
@@ -76,16 +84,20 @@ def shown(name: str, found: dict[str, Any]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train.account", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=list(CASES))
+    parser.add_argument("--one", choices=sorted(LOOPS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
-    setup = Setup(device="cpu")
+    if arguments.one:
+        which, chosen = CASES[arguments.only[0]]
+        print(json.dumps(account(profile(LOOPS[arguments.one](which, chosen), steps=3))))
+        return 0
     results = {}
-    for name in arguments.only:
-        which, chosen = CASES[name]
-        for how, turn in loops(which, setup, chosen).items():
-            results[f"{name}, {how}"] = account(profile(turn, steps=3))
-            print(shown(f"{name}, {how}", results[f"{name}, {how}"]), flush=True)
-            write(arguments.out, {"benchmark": "train.account", "versions": versions(), "results": results})
+    for name, how in itertools.product(arguments.only, LOOPS):  # in a process each: a plan may change all of its own
+        command = [sys.executable, "-m", "benchmarks.train.account", "--only", name, "--one", how]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        results[f"{name}, {how}"] = json.loads(done.stdout.splitlines()[-1])
+        print(shown(f"{name}, {how}", results[f"{name}, {how}"]), flush=True)
+        write(arguments.out, {"benchmark": "train.account", "versions": versions(), "results": results})
     return 0
 
 

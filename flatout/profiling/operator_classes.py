@@ -26,6 +26,11 @@ _EXACT: dict[str, OperatorClass] = {
     **dict.fromkeys(("dot", "vdot", "mv", "addmv", "addr"), "reduction"),  # each number is used once, as in a sum
     **dict.fromkeys(("_foreach_norm", "nll_loss_forward", "nll_loss2d_forward", "logsumexp", "prod"), "reduction"),
 }  # fmt: skip
+_FLATOUTS: dict[str, OperatorClass] = {
+    **dict.fromkeys(("linear", "linear_gradients", "linear_loss"), "matmul"),
+    **dict.fromkeys(("gelu_tanh", "gelu_tanh_gradient"), "pointwise"),
+}
+"""Of Flatout's own operators; the names of the others say what they are."""
 _WITHIN: tuple[tuple[str, OperatorClass], ...] = (
     ("attention", "attention"),
     ("flash_attn", "attention"),
@@ -61,6 +66,8 @@ def operator_class(name: str) -> OperatorClass:
         return "other"
     if space in _OF_TORCH and plain in _EXACT:
         return _EXACT[plain]
+    if space == "flatout" and plain in _FLATOUTS:
+        return _FLATOUTS[plain]
     for part, found in _WITHIN:
         if part in plain:
             return found
