@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.subject import Subject, Wrapper
+from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.precision.outputs import outputs_changed
+from flatout.replaced import replaced_in_torch
 from flatout.torch_private.late import dispatch
 
 if TYPE_CHECKING:
@@ -55,12 +56,15 @@ class FusedNorm(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
+        from torch.nn import functional
+
         from flatout.errors import MachineError
 
         why = _obstacle()
         if why is not None:
             raise MachineError(f"normalization = {value!r} is not possible: {why}")
-        with subject.around_calls(_call_around()):
+        # Between calls too: what is checkpointed is computed again in the backward pass, and has to be the same there.
+        with replaced_in_torch((functional, "batch_norm", _fusing)), subject.around_calls(_formed):
             yield
 
     def label(self, value: Value) -> str:
@@ -74,29 +78,14 @@ def _obstacle() -> str | None:
     return f"the kernel is not available: {found.reason}" if found.library is None else None
 
 
-def _call_around() -> Wrapper:
-    """torch's own function is restored after each call: `torch.jit.script` accepts no other."""
-    from torch.nn import functional
-
+def _formed(module: Module, call: Callable[[], object]) -> object:
+    """Outputs of a model are torch's own tensors."""
     from flatout.levers.lazy_norm import LazyNorm, form
-
-    plain = functional.batch_norm
-    ours = _fusing(plain)
 
     def formed(tensor: Tensor) -> Tensor:
         return form(tensor) if isinstance(tensor, LazyNorm) else tensor
 
-    def wrapper(module: Module, call: Callable[[], object]) -> object:
-        if functional.batch_norm is not plain:  # replaced by another thread, or by the script
-            return call()
-        functional.batch_norm = ours
-        try:
-            result = call()
-        finally:
-            functional.batch_norm = plain
-        return outputs_changed(result, formed)
-
-    return wrapper
+    return outputs_changed(call(), formed)
 
 
 def _fusing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

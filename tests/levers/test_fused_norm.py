@@ -354,12 +354,48 @@ def test_transforms_of_functions_are_torchs() -> None:
     torch.testing.assert_close(found, torch.func.grad(loss)(x))
 
 
-def test_torchs_function_is_there_between_calls() -> None:
-    before, inside = functional.batch_norm, []
-    model = Norm(lambda y, other: inside.append(functional.batch_norm) or y)  # type: ignore[func-returns-value]
-    trained(model, True, images(), steps=1)
-    assert inside[0] is not before
+def test_torchs_function_is_there_afterwards() -> None:
+    before = functional.batch_norm
+    with FusedNorm().apply(Subject(), "fused"):
+        assert functional.batch_norm is not before
     assert functional.batch_norm is before
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed again in the backward pass."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.reentrant = nn.ModuleList([Block(), Block()]), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_the_model_checkpoints(reentrant: bool) -> None:
+    check_same(lambda: Checkpointed(reentrant), images()[1:])
+
+
+@pytest.mark.parametrize("how", ["block", "selective"])
+def test_blocks_that_the_plan_checkpoints(how: Any) -> None:
+    def trained_by(plan: Plan) -> list[Tensor]:
+        model = nn.Sequential(Checkpointed(None), nn.Flatten(), nn.Linear(240, 3))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), supervised(functional.cross_entropy), plan)
+        for _ in range(3):
+            step(((images()[1]), torch.tensor([0, 1, 2, 0])))
+        assert step.rolled_back == []
+        step.close()
+        return [*model.parameters(), *model.buffers()]
+
+    torch.manual_seed(0)
+    found = trained_by(Plan(normalization="fused", activation_checkpointing=how))
+    torch.manual_seed(0)
+    for one, other in zip(found, trained_by(Plan()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
