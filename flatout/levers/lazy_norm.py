@@ -95,7 +95,7 @@ class LazyNorm(torch.Tensor):
                 return found
         result = func(*formed_in(args), **formed_in(kwargs))
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], LazyNorm):
+        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], LazyNorm):
             _becomes(args[0], form(args[0]))
         return result
 
@@ -162,11 +162,11 @@ def _relu_(input: object) -> Tensor | None:
     return _relu(input, inplace=True)
 
 
-def _add(input: object, other: object, *, alpha: object = 1, inplace: bool = False) -> Tensor | None:
+def _add(input: object, other: object, *more: object, inplace: bool = False, **options: object) -> Tensor | None:
     """None where the sum is not of two tensors that are alike."""
     if not isinstance(input, LazyNorm):
         input, other = other, input
-    if not isinstance(input, LazyNorm) or alpha != 1:
+    if not isinstance(input, LazyNorm) or more or options.pop("alpha", 1) != 1 or options:
         return None
     if isinstance(other, LazyNorm):
         other = form(other)
@@ -179,8 +179,8 @@ def _add(input: object, other: object, *, alpha: object = 1, inplace: bool = Fal
     return made
 
 
-def _add_(input: object, other: object, *, alpha: object = 1) -> Tensor | None:
-    return _add(input, other, alpha=alpha, inplace=True) if isinstance(input, LazyNorm) else None
+def _add_(input: object, other: object, *more: object, **options: object) -> Tensor | None:
+    return _add(input, other, *more, inplace=True, **options) if isinstance(input, LazyNorm) else None
 
 
 _T = torch.Tensor

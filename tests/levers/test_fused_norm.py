@@ -161,6 +161,9 @@ OTHERS: dict[str, Follow] = {
     "nothing": lambda y, other: y,
     "another operation": lambda y, other: functional.silu(y) * other,
     "a scaled addition": lambda y, other: torch.relu(torch.add(y, other, alpha=2)),
+    "an addition into another tensor": lambda y, other: added_into(y, other),
+    "an argument by name": lambda y, other: torch.relu(input=torch.add(input=y, other=other)) + torch.neg(input=y),
+    "a change by name": lambda y, other: torch.neg_(input=y) + y,
     "a number added": lambda y, other: torch.relu(y + 1),
     "a broadcast addition": lambda y, other: torch.relu(y + other[:1]),
     "a wider addend": lambda y, other: torch.relu(y + other.double()).float(),
@@ -181,6 +184,12 @@ OTHERS: dict[str, Follow] = {
     "two of them": lambda y, other: torch.relu(y + functional.batch_norm(other, None, None, training=True)),
     "checkpointed": lambda y, other: recomputed(y),
 }
+
+
+def added_into(y: Tensor, other: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = torch.add(y, other, out=torch.empty_like(other))
+    return out + torch.relu(y)
 
 
 def item_set(y: Tensor) -> Tensor:
