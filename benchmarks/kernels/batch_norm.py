@@ -7,22 +7,20 @@ to its norm, the largest of output and gradients; where rounding decides what Re
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.infer.turns import versions, write
-from benchmarks.kernels.matrix_units import Case, measured
+from benchmarks.kernels.matrix_units import Case, run
 from flatout.kernels.batch_norm import batch_norm, statistics
 
 EPSILON = 1e-5
 RESNET_50 = ((16, 64, 112, 112), (16, 256, 56, 56), (16, 128, 28, 28), (16, 2048, 7, 7))
+LAYOUTS = (torch.channels_last, torch.contiguous_format)
 SMALLER = ((100, 16, 32, 32), (64, 64, 16, 8))
 
 
@@ -50,27 +48,17 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format
     )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.batch_norm", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
-    arguments = parser.parse_args(words)
+def cases() -> Iterator[Case]:
+    """Made one at a time: together they would take some GB."""
     torch.manual_seed(0)
-    results = []
-    kinds = itertools.product(
-        RESNET_50 + SMALLER, (torch.bfloat16, torch.float32), (torch.channels_last, torch.contiguous_format)
-    )
+    kinds = itertools.product(RESNET_50 + SMALLER, (torch.bfloat16, torch.float32), LAYOUTS)
     for shape, dtype, layout in kinds:
         for added, relu in ((False, False), (False, True), (True, True)):
-            one = case(shape, dtype, layout, added=added, relu=relu)
-            if arguments.only and arguments.only not in one.name:
-                continue
-            print(one.name, flush=True)
-            results.append(measured(one, arguments.rounds))
-            document = {"benchmark": "kernels.batch_norm", "versions": versions(), "results": results}
-            write(arguments.out, document)
-    return 0
+            yield case(shape, dtype, layout, added=added, relu=relu)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return run("batch_norm", __doc__, cases(), words)
 
 
 if __name__ == "__main__":

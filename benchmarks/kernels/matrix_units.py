@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,23 +131,27 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
     return {"case": case.name, "rows": found}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.matrix_units", description=__doc__)
+def run(name: str, description: str | None, cases: Iterable[Case], words: Sequence[str] | None) -> int:
+    """`python -m benchmarks.kernels.<name>`: measure the cases that its options name."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.kernels.{name}", description=description)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
-    if (why := obstacle()) is not None:
-        print(f"note: {why}; what runs instead is right and slow")
     results = []
-    for case in cases():
+    for case in cases:
         if arguments.only and arguments.only not in case.name:
             continue
         print(case.name, flush=True)
         results.append(measured(case, arguments.rounds))
-        document = {"benchmark": "kernels.matrix_units", "versions": versions(), "results": results}
-        write(arguments.out, document)
+        write(arguments.out, {"benchmark": f"kernels.{name}", "versions": versions(), "results": results})
     return 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    if (why := obstacle()) is not None:
+        print(f"note: {why}; what runs instead is right and slow")
+    return run("matrix_units", __doc__, cases(), words)
 
 
 if __name__ == "__main__":

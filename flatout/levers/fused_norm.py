@@ -80,12 +80,13 @@ def _obstacle() -> str | None:
 
 def _formed(module: Module, call: Callable[[], object]) -> object:
     """Outputs of a model are torch's own tensors."""
+    return outputs_changed(call(), _as_tensor)
+
+
+def _as_tensor(output: Tensor) -> Tensor:
     from flatout.levers.lazy_norm import LazyNorm, form
 
-    def formed(tensor: Tensor) -> Tensor:
-        return form(tensor) if isinstance(tensor, LazyNorm) else tensor
-
-    return outputs_changed(call(), formed)
+    return form(output) if isinstance(output, LazyNorm) else output
 
 
 def _fusing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

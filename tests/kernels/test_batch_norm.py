@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
-from ctypes import CDLL
 from typing import Any
 
 import pytest
@@ -12,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.environment import cpp_compiler
 from flatout.kernels import batch_norm as module
 from flatout.kernels.batch_norm import MEAN, VARIANCE, batch_norm, readable, statistics
-from flatout.kernels.native import SOURCES, native
+from flatout.kernels.native import native
+from tests.kernels.plain_builds import plain_builds
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAST, FIRST = "channels last", "contiguous"
@@ -30,15 +28,8 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "this processor":
         yield
         return
-    made = tmp_path_factory.mktemp("plain") / "batch_norm.so"
-    flags = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
-    command = [*cpp_compiler().split(), *flags, str(SOURCES / "batch_norm.cpp"), "-o", str(made)]
-    subprocess.run(command, check=True, timeout=180)
-    kept = CDLL(str(made))
-    patch = pytest.MonkeyPatch()
-    patch.setattr(module, "library_or_error", lambda name: kept)
-    yield
-    patch.undo()
+    with plain_builds(("batch_norm",), (module,), tmp_path_factory.mktemp("plain")):
+        yield
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

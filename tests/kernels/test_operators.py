@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from flatout.environment import cpp_compiler
 from flatout.errors import UsageError
 from flatout.kernels import linear_cross_entropy as loss_module
 from flatout.kernels import linear_loss, matrix_units, operators
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 from flatout.kernels.native import SOURCES, native
 from flatout.kernels.operators import attention, gelu_tanh, linear, packed_attention
+from tests.kernels.plain_builds import plain_builds
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LIBRARIES = ("linear", "linear_loss", "matrix_attention", "activation")
@@ -40,22 +39,8 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "this processor":
         yield
         return
-    folder = tmp_path_factory.mktemp("plain")
-
-    def built(name: str) -> CDLL:
-        made = folder / f"{name}.so"
-        if not made.exists():
-            flags = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
-            command = [*cpp_compiler().split(), *flags, str(SOURCES / f"{name}.cpp"), "-o", str(made)]
-            subprocess.run(command, check=True, timeout=180)
-        return CDLL(str(made))
-
-    kept = {name: built(name) for name in LIBRARIES}
-    patch = pytest.MonkeyPatch()
-    for module in (linear_loss, matrix_units, operators):
-        patch.setattr(module, "library_or_error", kept.__getitem__)
-    yield
-    patch.undo()
+    with plain_builds(LIBRARIES, (linear_loss, matrix_units, operators), tmp_path_factory.mktemp("plain")):
+        yield
 
 
 def exact(tensor: Tensor) -> Tensor:
