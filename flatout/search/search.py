@@ -2,9 +2,10 @@
 
 The most promising change comes first, ranked again whenever one is kept; of a change with several values, the best
 value of each comes before any second one. Each is measured in alternation with what is kept, and kept if it is
-significantly faster. What was refused or dropped may be retried later, pairs that interact are tried together, and at
-the end each kept change is tested against the others without it. A change that fails is dropped and the search goes
-on; what there was no time for is listed, with a budget that would be enough.
+significantly faster. What was dropped is tried again once a change that it interacts with is kept; other changes that
+were refused or dropped may be retried later, pairs of which neither was kept are tried together, and at the end each
+kept change is tested against the others without it. A change that fails is dropped and the search goes on; what there
+was no time for is listed, with a budget that would be enough.
 
 `Search` is the same for a script, a training step and a model with inputs: a subclass says what may be tried
 (`names`, `proposal`, `promise`) and measures it (`measure`, `on_kept`). All time is read from the deadline, whose clock
@@ -73,6 +74,8 @@ class Search(ABC, Generic[C]):
         self._tried: list[tuple[Trial, tuple[C, ...]]] = []
         self._begun: dict[str, set[str]] = {}
         """Proposal -> candidates that were tried alone, or skipped for lack of time."""
+        self._tried_again: set[tuple[str, str]] = set()
+        """A dropped change, and the kept one for whose sake it was proposed once more."""
         self._found_needed: set[tuple[str, ...]] = set()
         """A kept change, followed by those it was tested with: all of them with it against all without it."""
 
@@ -175,6 +178,7 @@ class Search(ABC, Generic[C]):
             self._second_look()
             for pair in self._pairs():
                 self._try(*pair)
+            self._propose_all(self._reopened())
             self._drop_redundant()
         finally:
             self._ended = True
@@ -211,6 +215,7 @@ class Search(ABC, Generic[C]):
             untried.remove(name)
             self._propose(name, most)
             self.after_proposal(name)
+            untried += [one for one in self._reopened() if one not in untried]
 
     def _propose(self, name: str, most: int | None = None) -> None:
         found, begun = self.proposal(name), self._begun.setdefault(name, set())
@@ -294,7 +299,7 @@ class Search(ABC, Generic[C]):
         was undecided may be decided in the time that is left."""
         taken = {name for one in self.state.kept for name in one.choices}
         found = []
-        for trial, tried in self._tried:
+        for trial, tried in {trial.label: (trial, tried) for trial, tried in self._tried}.values():
             compared = trial.comparison
             if trial.outcome != "dropped" or compared is None or len(tried) > 1 or {*trial.choices} & taken:
                 continue
@@ -305,33 +310,43 @@ class Search(ABC, Generic[C]):
         return [tried for _, tried in sorted(found, key=lambda one: one[0], reverse=True)]
 
     def _pairs(self) -> Iterator[tuple[C, ...]]:
-        """Pairs that interact: both where both were dropped, or the one that was dropped before the other was kept."""
-        for pair in INTERACTING:
+        """Pairs that interact, where both were dropped."""
+        for one, other in INTERACTING:
             if self._remaining() <= 0:
                 return
-            kept = {name for one in self.state.kept for name in one.choices}
-            missing = [name for name in pair if name not in kept]
-            dropped = [found for name in missing if (found := self._best_dropped(name)) is not None]
-            if not dropped or len(dropped) < len(missing) or any(_ratio(one) <= MUCH_SLOWER for one, _ in dropped):
+            first, second = self._best_dropped(one), self._best_dropped(other)
+            if first is not None and second is not None:
+                yield (*first[1], *second[1])
+
+    def _reopened(self) -> list[str]:
+        """Names of proposals with a change to try again: it was dropped before another that it interacts with was
+        kept. They are ranked among the others as before, so that this does not wait until all were tried."""
+        found = []
+        for dropped, kept in [*INTERACTING, *((other, one) for one, other in INTERACTING)]:
+            partner = next((one.label for one in self.state.kept if kept in one.choices), None)
+            best = self._best_dropped(dropped)
+            if partner is None or best is None or (best[0].label, partner) in self._tried_again:
                 continue
-            if len(dropped) == 2 or not self._was_tried_with(dropped[0][0], pair):
-                yield tuple(candidate for _, tried in dropped for candidate in tried)
+            self._tried_again.add((best[0].label, partner))
+            if any(partner in trial.on_top_of for trial, _ in self._tried if dropped in trial.choices):
+                continue
+            for name, begun in self._begun.items():
+                if best[0].label in begun:
+                    begun.discard(best[0].label)
+                    found.append(name)
+        return found
 
     def _best_dropped(self, name: str) -> tuple[Trial, tuple[C, ...]] | None:
-        """The best value of this field that was measured alone; None where there is none."""
+        """The best value of this field that was measured alone; None where there is none, it was much slower, or a
+        value is kept."""
+        if any(name in one.choices for one in self.state.kept):
+            return None
         measured = [
             (trial, tried)
             for trial, tried in self._tried
-            if name in trial.choices and trial.outcome == "dropped" and trial.comparison and len(tried) == 1
+            if name in trial.choices and trial.outcome == "dropped" and _ratio(trial) > MUCH_SLOWER and len(tried) == 1
         ]
         return max(measured, key=lambda found: _ratio(found[0]), default=None)
-
-    def _was_tried_with(self, dropped: Trial, pair: tuple[str, str]) -> bool:
-        """Was the other of the pair on when this one was tried?"""
-        partner = next(
-            one.label for one in self.state.kept if {*one.choices} & {*pair} and not {*one.choices} & {*dropped.choices}
-        )
-        return any(partner in trial.on_top_of for trial, _ in self._tried if {*trial.choices} & {*dropped.choices})
 
     def _drop_redundant(self) -> None:
         """Test what is kept without each change in turn; drop changes that later ones made redundant."""

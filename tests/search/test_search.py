@@ -209,6 +209,31 @@ def test_one_of_a_pair_that_was_dropped_before_the_other_was_kept_gets_its_chanc
     assert {one.label for one in search.state.kept} == {"precision bf16", "compile default"}
 
 
+def test_a_second_chance_comes_before_what_promises_less() -> None:
+    def seconds(on: set[str]) -> float:
+        return 0.1 if "precision bf16" not in on else 0.04 if "memory_format x" in on else 0.05
+
+    search = Scripted(
+        seconds, LAYOUT, BF16, THREADS, OPTIMIZER, promises={"memory_format": 0.9, "precision": 0.8, "optimizer": 0.95}
+    )
+    search.run()
+    assert search.measured == [
+        ["optimizer fused"],
+        ["memory_format x"],
+        ["precision bf16"],
+        ["memory_format x"],
+        ["threads 1"],
+    ]
+    assert {one.label for one in search.state.kept} == {"precision bf16", "memory_format x"}
+
+
+def test_a_second_chance_for_which_there_is_no_time_is_not_listed() -> None:
+    search = Scripted(by(precision_bf16=0.5), LAYOUT, BF16, budget_seconds=2 * TRIAL_SECONDS)
+    search.run()
+    assert search.measured == [["memory_format x"], ["precision bf16"]]
+    assert search.state.not_tried == []
+
+
 def test_what_was_refused_on_the_slow_step_is_looked_at_again_on_the_fast_one() -> None:
     def refusals(name: str, kept: set[str]) -> str:
         return "predicted to save at most 0.5%" if name == "optimizer" and "precision" not in kept else ""
