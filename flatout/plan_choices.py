@@ -260,11 +260,11 @@ class Choices:
         pairs_with=("precision", "memory_format"),
         in_forecasts=False,
     )
-    kernels: Literal["amx"] | None = choice(
-        "linear layers, attention and GELU on the CPU: amx = Flatout's kernels for its matrix units, products in bf16",
+    kernels: Literal["bf16"] | None = choice(
+        "linear layers, attention and GELU on the CPU: bf16 = by Flatout's kernels, with products in bf16",
         scopes=("script", "step"),
         exactness="reduced",
-        levers=("matrix_units:MatrixUnits",),
+        levers=("bf16_kernels:Bf16Kernels",),
         pairs_with=("precision",),
         in_forecasts=False,
         requires=(_WHOLE_PARAMETERS,),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.matrix_units import Case, run
+from benchmarks.kernels.bf16_products import Case, run
 from flatout.kernels.batch_norm import batch_norm, statistics
 
 EPSILON = 1e-5

@@ -1,7 +1,7 @@
 """`python -m benchmarks.train.account`: what the time of a training step is spent on, operator by operator.
 
 GPT-2 124M, BERT-base and ResNet-50 as `flatout bench` trains them, in bf16: by the loop that peers run, and by
-TrainStep with the levers that a tune keeps on AMX (without malloc, whose work is in no operator). Operators are listed,
+TrainStep with the levers that a tune keeps on Intel's AMX (without malloc, whose work is in no operator). Operators are listed,
 the longest first, until 95 % of a step are accounted for; what remains is Python, autograd and operators that take less
 each. Steps are timed without a profiler, operators with it, both in the same process.
 """
@@ -26,10 +26,10 @@ from flatout.bench.workload import Setup
 
 ACCOUNTED, LEAST = 0.95, 0.001
 SETUP = Setup(device="cpu")
-AMX = {"kernels": "amx", "loss": "chunked"}
+BF16 = {"kernels": "bf16", "loss": "chunked"}
 CASES: dict[str, tuple[Training, dict[str, Any]]] = {
-    "GPT-2 124M": (GPT, AMX),
-    "BERT-base": (BERT, AMX),
+    "GPT-2 124M": (GPT, BF16),
+    "BERT-base": (BERT, BF16),
     "ResNet-50": (RESNET, {"memory_format": "channels_last", "normalization": "fused"}),
 }
 """With what a plan adds to bf16 and the fused optimizer."""

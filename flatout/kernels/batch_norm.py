@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flatout.kernels.bf16_products import ELEMENTS
 from flatout.kernels.differentiated_once import differentiated_once
-from flatout.kernels.matrix_units import ELEMENTS
 from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
 
@@ -59,9 +59,11 @@ class _NormalisationStruct(ctypes.Structure):
 
 
 def readable(x: Tensor) -> bool:
-    """Can the kernel read it where it lies? fp32 or bf16 [batch, channels, ...] on the CPU, contiguous or
-    channels_last."""
-    return x.dtype in ELEMENTS and x.device.type == "cpu" and x.ndim > 1 and (x.is_contiguous() or _channels_last(x))
+    """Can the kernel read it where it lies, and would torch lay out its result alike? fp32 or bf16
+    [batch, channels, ...] on the CPU, contiguous or, of images and volumes, channels_last."""
+    if x.dtype not in ELEMENTS or x.device.type != "cpu" or x.ndim < 2:
+        return False
+    return x.is_contiguous() or (x.ndim in (4, 5) and _channels_last(x))
 
 
 def statistics(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
@@ -85,10 +87,11 @@ the addend where they are wanted. out: the result, where something was added to 
 
 @torch.library.impl(_DEFINITIONS, "batch_norm_statistics", "CPU")
 def _statistics(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    x = x if readable(x) else x.contiguous()
+    x = _read(x)
     made = _fake_statistics(x)
     if x.numel():
         job = _job(x, made, relu=False)
+        weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))  # it may be expanded
         job.weight, job.bias, job.epsilon = pointer(weight), pointer(bias), epsilon
         library_or_error("batch_norm").flatout_measure_batch(ctypes.byref(job))
     return made
@@ -98,7 +101,7 @@ def _statistics(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: 
 def _batch_norm(
     x: Tensor, statistics: Tensor, addend: Tensor | None, weight: Tensor | None, bias: Tensor | None, relu: bool
 ) -> Tensor:
-    x = x if readable(x) else x.contiguous()
+    x = _read(x)
     addend = None if addend is None else _laid_out(addend, x)
     out = torch.empty_like(x)
     if x.numel():
@@ -112,7 +115,7 @@ def _batch_norm(
 def _gradients(
     gradient: Tensor, x: Tensor, statistics: Tensor, out: Tensor | None, relu: bool, of_x: bool, of_addend: bool
 ) -> list[Tensor]:
-    x = x if readable(x) else x.contiguous()
+    x = _read(x)
     gradient, out = _laid_out(gradient, x), None if out is None else _laid_out(out, x)
     made = _fake_gradients(gradient, x, statistics, out, relu, of_x, of_addend)
     if x.numel():
@@ -125,6 +128,10 @@ def _gradients(
         for one in made[:2]:
             one.zero_()
     return made
+
+
+def _read(x: Tensor) -> Tensor:
+    return x if readable(x) else x.contiguous()
 
 
 def _job(x: Tensor, statistics: Tensor, relu: bool) -> _NormalisationStruct:
@@ -156,11 +163,11 @@ def _fake_gradients(
 ) -> list[Tensor]:
     """[of weight, of bias], then those of x and of the addend where they are wanted."""
     weights = [statistics.new_empty(x.shape[1]) for _ in range(2)]
-    return [*weights, *(torch.empty_like(x) for _ in range(of_x + of_addend))]
+    return [*weights, *(torch.empty_like(_read(x)) for _ in range(of_x + of_addend))]
 
 
 torch.library.register_fake("flatout::batch_norm_statistics", _fake_statistics, lib=_DEFINITIONS)
-torch.library.register_fake("flatout::batch_norm", lambda x, *_: torch.empty_like(x), lib=_DEFINITIONS)
+torch.library.register_fake("flatout::batch_norm", lambda x, *_: torch.empty_like(_read(x)), lib=_DEFINITIONS)
 torch.library.register_fake("flatout::batch_norm_gradients", _fake_gradients, lib=_DEFINITIONS)
 
 

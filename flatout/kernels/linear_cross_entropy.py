@@ -60,7 +60,7 @@ def linear_cross_entropy(
     Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 100 MiB), and forgotten. For
     the backward pass only the gradients are kept, which are computed with the loss: as large as hidden, weight and
     bias. On an NVIDIA GPU, in half precision, a chunk has some classes of all rows instead, and the backward pass
-    computes gradients, from scores computed again. Where a CPU with matrix units (AMX) computes scores in bf16, none
+    computes gradients, from scores computed again. Where a CPU with AVX-512 bf16 or AMX computes scores in bf16, none
     are held; copies of hidden and sums of its gradient are, for each thread, and stay for the next call. The result is
     torch's but for the order of summation. Under autocast the products are in its dtype, the rest is in fp32; on a CPU
     gradients of fp16 are computed in fp32, with an fp32 copy of the weight, so that a loss scale comes in time for
@@ -182,9 +182,9 @@ class _Terms:
         self.rows = len(weight)
         """Of the weight, including those that are no classes."""
         weight, bias = weight[:classes], None if bias is None else bias[:classes]
-        self.on_matrix_units = _on_matrix_units(hidden, weight)
+        self.by_bf16_kernels = _by_bf16_kernels(hidden, weight)
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        if not self.on_matrix_units:
+        if not self.by_bf16_kernels:
             self.weight = weight.to(hidden.dtype)
         self.smoothing = smoothing
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -198,8 +198,8 @@ class _Terms:
     def run(
         self, chunk_bytes: int, scale: Tensor, *, hidden: bool, weight: bool, bias: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if self.on_matrix_units:
-            return self._run_on_matrix_units(scale, [hidden, weight, bias])
+        if self.by_bf16_kernels:
+            return self._run_by_bf16_kernels(scale, [hidden, weight, bias])
         of_hidden = torch.empty_like(self.hidden, dtype=self.fine) if hidden else None
         classes, width = self.weight.shape
         weights = self.weight.to(self.fine) if hidden else self.weight
@@ -219,7 +219,7 @@ class _Terms:
                 product(of_weight[:classes], by_score.T, self.hidden[part].to(self.fine), add=True)
         return of_hidden, of_weight, of_bias
 
-    def _run_on_matrix_units(
+    def _run_by_bf16_kernels(
         self, scale: Tensor, wanted: list[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The same without chunks: scores are never in memory."""
@@ -303,11 +303,11 @@ def _by_classes(hidden: Tensor, dtype: torch.dtype) -> bool:
     return half and torch.version.hip is None and _in_one_launch(hidden)
 
 
-def _on_matrix_units(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether these scores are computed on a CPU's matrix units: in bf16, where there are such units."""
+def _by_bf16_kernels(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel makes this loss: on a CPU, in bf16, where that has instructions for it."""
     if hidden.device.type != "cpu" or hidden.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
-    from flatout.kernels.matrix_units import obstacle, readable
+    from flatout.kernels.bf16_products import obstacle, readable
 
     return readable(weight) and hidden.numel() > 0 and obstacle() is None
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's scores on the CPU's matrix units, with all gradients.
+"""Cross-entropy of a linear layer's scores on the CPU, with products in bf16 and all gradients.
 
 The scores are computed twice, once for the losses and once for the gradients, and are never in memory
 (native_sources/linear_loss.cpp). `flatout.linear_cross_entropy` is the public way to it.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flatout.kernels.matrix_units import SideStruct, left_side, readable, right_side
+from flatout.kernels.bf16_products import SideStruct, left_side, readable, right_side
 from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
 

@@ -1,4 +1,4 @@
-"""Operators in bf16 on the CPU's matrix units: linear layers, attention and GELU, as operators of torch.
+"""Operators with products in bf16 on the CPU: linear layers, attention and GELU, as operators of torch.
 
     torch.ops.flatout.linear              x weight^T + bias
     torch.ops.flatout.attention           softmax(q k^T scale + mask) v
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flatout.errors import UsageError
+from flatout.kernels.bf16_products import ELEMENTS, product, sums_of_columns
 from flatout.kernels.differentiated_once import differentiated_once
-from flatout.kernels.matrix_units import ELEMENTS, product, sums_of_columns
 from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
 

@@ -8,8 +8,8 @@ accuracy in every step) is left alone from then on.
 This is how a plan, `fit_to_memory`, our models, a user's model and an unmodified script all get this loss. In code
 compiled by torch.compile it does nothing; call `flatout.linear_cross_entropy` there.
 
-It saves memory, and time on a CPU with matrix units or where many targets are ignored. So a search keeps it where it is
-faster, where memory is short, or where a plan asks for it.
+It saves memory, and time on a CPU with products of bf16 or where many targets are ignored. So a search keeps it where
+it is faster, where memory is short, or where a plan asks for it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 LEAST_CLASSES = 1024
 LEAST_SCORES_BYTES = 4 << 20
 """Of one call: smaller scores are no material part of a step's memory."""
-EXPECTED_ON_UNITS, MOST_SAVED = 0.05, 0.4
-"""Shares of a step. The first on a CPU whose matrix units make the loss without its scores; the second where most
+EXPECTED_BY_KERNEL, MOST_SAVED = 0.05, 0.4
+"""Shares of a step. The first on a CPU where one kernel makes the loss without its scores; the second where most
 targets are ignored, as those of a masked language model: their scores are not computed on a CPU."""
 LOOKS_FORGIVEN = 4
 """A layer's scores may be used for something else once in so many losses, plus a first time."""
@@ -49,8 +49,8 @@ class ChunkedLoss(Lever):
 
     Where the scores go into cross-entropy and nowhere else, loss and gradients are computed chunk by chunk from the
     layer's input. If the script does something else with them, they are computed then. It saves memory, and on a CPU
-    with matrix units, or where many targets are ignored, time; so a search keeps it where it is faster, where memory is
-    short, or where the plan asks for it.
+    with products of bf16, or where many targets are ignored, time; so a search keeps it where it is faster, where
+    memory is short, or where the plan asks for it.
     """
 
     name = "fused linear + cross-entropy"
@@ -58,8 +58,8 @@ class ChunkedLoss(Lever):
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
-        on_units = observed.device == "cpu" and "amx_bf16" in machine.cpu.features
-        return Saving(expected=EXPECTED_ON_UNITS if on_units else 0.0, least=-0.3, most=MOST_SAVED)
+        by_kernel = observed.device == "cpu" and machine.cpu.multiplies_bf16
+        return Saving(expected=EXPECTED_BY_KERNEL if by_kernel else 0.0, least=-0.3, most=MOST_SAVED)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):

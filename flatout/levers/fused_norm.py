@@ -116,21 +116,26 @@ def _fusing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             or not torch.is_grad_enabled()
             or not is_plain(input)
             or is_fake(input)
+            or input.is_inference()
+            or (running_mean is None) != (running_var is None)  # torch refuses it
             or input.numel() < LEAST_ELEMENTS
             or input.numel() == input.shape[1]  # torch refuses a single number of each channel
             or not readable(input)
             or not all(is_plain(one) and one.dtype == torch.float32 and one.shape == input.shape[1:2] for one in each)
             or not (input.requires_grad or any(one.requires_grad for one in each))
             or dispatch().transform_level() is not None
+            or dispatch().jit_trace_under_way() is not None
+            or dispatch().forward_gradients_under_way()
         ):
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
         found = statistics(input, weight, bias, eps)
         with torch.no_grad():
             count = input.numel() // input.shape[1]
+            # By `.data`, as torch does: an evaluation earlier in the same graph still finds them unchanged.
             if running_mean is not None:
-                running_mean.mul_(1 - momentum).add_(found[MEAN], alpha=momentum)
+                running_mean.data.mul_(1 - momentum).add_(found[MEAN], alpha=momentum)
             if running_var is not None:
-                running_var.mul_(1 - momentum).add_(found[VARIANCE], alpha=momentum * count / (count - 1))
+                running_var.data.mul_(1 - momentum).add_(found[VARIANCE], alpha=momentum * count / (count - 1))
         return lazy_norm(input, weight, bias, found)
 
     return batch_norm

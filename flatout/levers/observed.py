@@ -122,7 +122,7 @@ class Observed:
     flops_per_step: float | None = None
     """Floating-point operations of the products in one step."""
     large_share: float | None = None
-    """Of these: in linear layers and attention that Flatout's kernels for matrix units are made for."""
+    """Of these: in linear layers and attention that Flatout's bf16 kernels are made for."""
     operations_per_step: int | None = None
     """As torch dispatches them."""
     denormal_share: float | None = None

@@ -31,6 +31,11 @@ class Cpu:
     features: tuple[str, ...] = ()  # those that matter for matrix products: avx512_bf16, amx_bf16, ...
     fast_dtypes: tuple[str, ...] = ("fp32",)  # those with instructions of their own
 
+    @property
+    def multiplies_bf16(self) -> bool:
+        """Has an x86 processor instructions for products of bf16: on matrix units (AMX), or on vectors (AVX-512)?"""
+        return not {"amx_bf16", "avx512_bf16"}.isdisjoint(self.features)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess:

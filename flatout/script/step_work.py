@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flatout.levers.matrix_units import LEAST_IN_ATTENTION, LEAST_IN_LINEAR
+from flatout.levers.bf16_kernels import LEAST_IN_ATTENTION, LEAST_IN_LINEAR
 from flatout.levers.observed import StepWork
 from flatout.torch_private.attributes import packet_of
 from flatout.torch_private.dispatch import ListeningMode, without_torch_function
@@ -34,7 +34,7 @@ _TAKEN_OVER = {
     "_scaled_dot_product_flash_attention_for_cpu": 4 * LEAST_IN_ATTENTION,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 10 * LEAST_IN_ATTENTION,
 }
-"""Operations that the kernels for matrix units may take over, from so many FLOPs on."""
+"""Operations that the bf16 kernels may take over, from so many FLOPs on."""
 _LEAST_FLOPS = {getattr(torch.ops.aten, name, None): flops for name, flops in _TAKEN_OVER.items()}
 
 

@@ -119,6 +119,14 @@ activation checkpointing."""
 transform_level: Callable[[], int | None] = private("torch._C._functorch.maybe_current_level")
 """The nesting level of torch.func transforms; None outside. No public equivalent."""
 
+_forward_gradients = private("torch.autograd.forward_ad")
+
+
+def forward_gradients_under_way() -> bool:
+    """Inside of torch.autograd.forward_ad.dual_level; no public equivalent."""
+    return int(_forward_gradients._current_level) >= 0
+
+
 jit_trace_under_way: Callable[[], object] = private("torch._C._get_tracing_state")
 """None outside of torch.jit.trace; the public `torch.jit.is_tracing` adds a Python call."""
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from flatout.kernels import batch_norm as module
 from flatout.kernels.batch_norm import MEAN, VARIANCE, batch_norm, readable, statistics
 from flatout.kernels.native import native
-from tests.kernels.plain_builds import plain_builds
+from tests.kernels.other_builds import other_builds
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAST, FIRST = "channels last", "contiguous"
@@ -28,7 +28,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "this processor":
         yield
         return
-    with plain_builds(("batch_norm",), (module,), tmp_path_factory.mktemp("plain")):
+    with other_builds(("batch_norm",), (module,), tmp_path_factory.mktemp("plain")):
         yield
 
 
@@ -82,7 +82,7 @@ def test_results_and_gradients(dtype: torch.dtype, layout: str, added: bool, rel
         right = torch.autograd.grad(wanted, [one for one in doubles if one is not None], gradient.double())
         limit = 3e-6 if dtype == FP32 else 4e-3
         assert out.dtype == dtype
-        assert out.stride() == x.stride()
+        assert out.stride() == wanted.stride()  # that of torch
         assert error(out, wanted) < limit, (shape, error(out, wanted))
         for one, by in zip(found, right, strict=True):
             assert error(one, by) < 2 * limit, (shape, one.shape, error(one, by))
@@ -199,3 +199,13 @@ def test_compiled_without_a_break() -> None:
 
     compiled = torch.compile(call, fullgraph=True)
     torch.testing.assert_close(compiled(x, addend), call(x, addend))
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("layout", [LAST, FIRST])
+def test_the_variance_of_images_with_bright_corners(layout: str) -> None:
+    x = torch.full((16, 2, 16, 16), 0.1)
+    x[:, :, 0, 0] = 1234.567
+    found = statistics(laid_out(x, layout), None, None, EPSILON)[1]
+    wanted = x.double().var(dim=(0, 2, 3), unbiased=False)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)

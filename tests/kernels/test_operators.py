@@ -1,5 +1,5 @@
-"""Kernels for matrix units against float64, in every layout, type and odd shape; on processors without such units too,
-where the same code runs without them."""
+"""Kernels with products of bf16 against float64, in every layout, type and odd shape; on processors without
+instructions for such products too, where the same code runs without them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import UsageError
+from flatout.kernels import bf16_products, linear_loss, operators
 from flatout.kernels import linear_cross_entropy as loss_module
-from flatout.kernels import linear_loss, matrix_units, operators
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 from flatout.kernels.native import SOURCES, native
 from flatout.kernels.operators import attention, gelu_tanh, linear, packed_attention
-from tests.kernels.plain_builds import plain_builds
+from flatout.machine.detect import detect
+from tests.kernels.other_builds import other_builds
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LIBRARIES = ("linear", "linear_loss", "matrix_attention", "activation")
@@ -33,13 +34,19 @@ OPERATORS: Any = torch.ops.flatout
 pytestmark = pytest.mark.skipif(native("linear").library is None, reason=native("linear").reason)
 
 
-@pytest.fixture(params=["this processor", "any processor"], scope="module")
+@pytest.fixture(params=["this processor", "vectors of bf16", "any processor"], scope="module")
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels as they are built here, and in plain C++, as for a processor without vectors of bf16."""
+    """The kernels as they are built here, as they would be without matrix units, and in plain C++."""
     if request.param == "this processor":
         yield
         return
-    with plain_builds(LIBRARIES, (linear_loss, matrix_units, operators), tmp_path_factory.mktemp("plain")):
+    flags: tuple[str, ...] = ()
+    if request.param == "vectors of bf16":
+        if not {"amx_bf16", "avx512_bf16"} <= {*detect().cpu.features}:
+            pytest.skip("this processor has no vectors of bf16, or nothing but those")
+        flags = ("-march=native", "-mno-amx-tile", "-mno-amx-bf16")
+    modules = (bf16_products, linear_loss, operators)
+    with other_builds(LIBRARIES, modules, tmp_path_factory.mktemp("built"), flags):
         yield
 
 
@@ -257,12 +264,12 @@ def test_gelu_of_extremes() -> None:
 
 
 @pytest.fixture
-def on_matrix_units(build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def by_bf16_kernels(build: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunked loss takes this way, whether or not the processor has matrix units."""
-    monkeypatch.setattr(matrix_units, "obstacle", lambda: None)
+    monkeypatch.setattr(bf16_products, "obstacle", lambda: None)
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("by_bf16_kernels")
 @pytest.mark.parametrize(("rows", "width", "classes"), [(1, 1, 2), (3, 5, 7), (40, 70, 100), (70, 33, 1333)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weight_type", [FP32, BF16])
@@ -292,7 +299,7 @@ def test_the_loss(
         assert_close(bias.grad, bias64.grad, BF16, "gradient of the bias")
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("by_bf16_kernels")
 @pytest.mark.parametrize("target", [-1, 7, 2**40])
 def test_a_target_that_is_no_class(target: int) -> None:
     from flatout.errors import UsageError
@@ -302,7 +309,7 @@ def test_a_target_that_is_no_class(target: int) -> None:
         linear_cross_entropy(hidden, weight.to(BF16), torch.tensor([0, 1, target, 2]))
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("by_bf16_kernels")
 def test_the_loss_without_targets_and_with_frozen_weights() -> None:
     hidden = torch.randn(40, 16).to(BF16).requires_grad_()
     weight = torch.randn(50, 16).to(BF16)
@@ -315,7 +322,7 @@ def test_the_loss_without_targets_and_with_frozen_weights() -> None:
     assert linear_cross_entropy(hidden, weight, targets, reduction="sum").item() == 0
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("by_bf16_kernels")
 def test_classes_that_are_ruled_out_do_not_make_the_loss_undefined() -> None:
     """By a bias of -inf, of all classes that are looked at first."""
     torch.manual_seed(0)
@@ -331,15 +338,15 @@ def test_classes_that_are_ruled_out_do_not_make_the_loss_undefined() -> None:
     assert hidden.grad.isfinite().all()
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("by_bf16_kernels")
 def test_fewer_threads_than_asked_for_add_up_what_they_have(build: None) -> None:
     """OpenMP may give fewer, and sums of an earlier call lie where the others would have been."""
     program = """
 import torch
 from torch.nn import functional
-from flatout.kernels import matrix_units
+from flatout.kernels import bf16_products
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
-matrix_units.obstacle = lambda: None
+bf16_products.obstacle = lambda: None
 torch.set_num_threads(4)
 torch.manual_seed(0)
 weight, targets = torch.randn(3000, 64).bfloat16(), torch.randint(0, 3000, (96,))
@@ -413,10 +420,10 @@ def test_operations_are_counted_as_of_torchs_own() -> None:
     assert counter.get_total_flops() == alone.get_total_flops()
 
 
-def test_the_loss_keeps_torchs_way_where_there_are_no_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_units, "obstacle", lambda: "none here")
+def test_the_loss_keeps_torchs_way_where_there_are_no_products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16_products, "obstacle", lambda: "none here")
     called: list[object] = []
-    monkeypatch.setattr(loss_module._Terms, "_run_on_matrix_units", lambda *_: called.append(1))
+    monkeypatch.setattr(loss_module._Terms, "_run_by_bf16_kernels", lambda *_: called.append(1))
     linear_cross_entropy(torch.randn(4, 8).to(BF16), torch.randn(7, 8).to(BF16), torch.zeros(4, dtype=torch.int64))
     assert not called
 

@@ -183,7 +183,69 @@ OTHERS: dict[str, Follow] = {
     "another batch norm": lambda y, other: torch.relu(functional.batch_norm(y, None, None, training=True)),
     "two of them": lambda y, other: torch.relu(y + functional.batch_norm(other, None, None, training=True)),
     "checkpointed": lambda y, other: recomputed(y),
+    "checkpointed, and used besides": lambda y, other: torch.sigmoid(y) * recomputed(y),
+    "read in inference mode": lambda y, other: read_in_inference_mode(y),
+    "ReLU in place without gradients": lambda y, other: relu_without_gradients(y),
+    "added without gradients": lambda y, other: torch.relu(added_without_gradients(y, other)) * y,
+    "added in place without gradients": lambda y, other: torch.relu(added_without_gradients(y, other, inplace=True)),
+    "in another layout": lambda y, other: torch.relu(y + channels_last(other)).view(-1) * 2,
+    "an inference tensor added": lambda y, other: torch.relu(y + made_in_inference_mode(other)),
+    "a hook after a sum": lambda y, other: hooked_after_sum(y, other),
+    "a hook of its node": lambda y, other: hooked_by_node(y),
+    "below Python, after ReLU6 in place": lambda y, other: doubled(functional.relu6(y, inplace=True)) + doubled(y),
+    "below Python, after an item was set": lambda y, other: item_set(y) + doubled(y),
+    "changed past autograd": lambda y, other: changed_past_autograd(y),
+    "a view changed": lambda y, other: view_changed(y),
 }
+
+
+def channels_last(other: Tensor) -> Tensor:
+    return other.contiguous(memory_format=torch.channels_last)
+
+
+def read_in_inference_mode(y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        assert y.abs().max() > 0
+    return torch.relu(y)
+
+
+def made_in_inference_mode(other: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.ones_like(other)
+
+
+def relu_without_gradients(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.relu_(y)
+    return y * 2
+
+
+def added_without_gradients(y: Tensor, other: Tensor, inplace: bool = False) -> Tensor:
+    with torch.no_grad():
+        return y.add_(other) if inplace else y + other
+
+
+def hooked_after_sum(y: Tensor, other: Tensor) -> Tensor:
+    z = y + other
+    y.register_hook(lambda gradient: gradient * 2)
+    return torch.relu(z)
+
+
+def hooked_by_node(y: Tensor) -> Tensor:
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+    return torch.relu(y)
+
+
+def changed_past_autograd(y: Tensor) -> Tensor:
+    y.data.mul_(2)
+    return torch.relu(y)
+
+
+def view_changed(y: Tensor) -> Tensor:
+    first = y[:, :3]
+    first.mul_(3)
+    return torch.relu(y)
 
 
 def added_into(y: Tensor, other: Tensor) -> Tensor:
@@ -322,15 +384,94 @@ def test_torchs_errors() -> None:
                 subject.call(model, lambda wrong=wrong: model(wrong.requires_grad_()))
 
 
+class Conditional(nn.Module):
+    """A batch norm whose scale and shift lie in other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shifts = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.linspace(-1, 1, 24).view(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = torch.zeros(8), torch.ones(8)
+        y = functional.batch_norm(x, mean, variance, self.scale.expand(8), self.shifts[:, 1], training=True)
+        return torch.relu(y)
+
+
+class Frozen(nn.Module):
+    """One whose parameters are frozen while its result is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        self.norm.requires_grad_(False)
+        y = torch.relu(y)
+        self.norm.requires_grad_(True)
+        return y
+
+
+class Evaluated(nn.Module):
+    """One that is called in evaluation and in training before one backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        evaluated: Tensor = self.norm.eval()(x)
+        return torch.relu(self.norm.train()(x)) + evaluated
+
+
+class Transposed(nn.Module):
+    """One of sequences whose channels come last, and whose result is viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(x.flatten(2).transpose(1, 2)[:, :5])).view(len(x), -1)
+
+
+@pytest.mark.parametrize("kind", [Conditional, Frozen, Evaluated, Transposed])
+def test_layers_that_are_called_otherwise(kind: type[nn.Module]) -> None:
+    check_same(kind, images()[1:])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda y, out: y.register_hook(lambda gradient: gradient * 2),
+        lambda y, out: y.retain_grad(),
+        lambda y, out: torch.autograd.grad(out.sum(), [y]),
+    ],
+    ids=["register_hook", "retain_grad", "autograd.grad"],
+)
+def test_a_gradient_that_the_fused_operation_does_not_have_is_refused(ask: Callable[[Tensor, Tensor], object]) -> None:
+    model, subject = Norm(lambda y, other: asked(y, torch.relu(y))), Subject()
+    subject.modules.add(model)
+
+    def asked(y: Tensor, out: Tensor) -> Tensor:
+        ask(y, out)
+        return out
+
+    with FusedNorm().apply(subject, "fused"), pytest.raises(ScriptError, match="after its ReLU was computed"):
+        subject.call(model, lambda: model(*images()))
+
+
 def test_an_input_that_changes_meanwhile_is_refused() -> None:
     def follow(y: Tensor, other: Tensor) -> Tensor:
-        y = y + other
-        other.zero_()
+        shortcut = other * 1
+        y = y + shortcut
+        shortcut.zero_()
         return torch.relu(y)
 
     model, subject = Norm(follow), Subject()
     subject.modules.add(model)
     x, other = images()
+    other.requires_grad_()
     with FusedNorm().apply(subject, "fused"), pytest.raises(ScriptError, match='normalization = "fused"'):
         subject.call(model, lambda: model(x, other))
 

@@ -47,7 +47,7 @@ def test_inference_mode_hides_nothing() -> None:
     assert finish().flops_per_step == 2 * 16 * 8 * 4
 
 
-def test_products_that_are_large_enough_for_matrix_units_are_told_from_small_ones() -> None:
+def test_products_that_are_large_enough_for_bf16_kernels_are_told_from_small_ones() -> None:
     assert step().large_share == 0
     model, x = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 16)), torch.zeros(1024, 512)
     finish = follow_step()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.kernels import matrix_units
+from flatout.kernels import bf16_products
 from flatout.levers import allocator
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice, Lever, Saving
@@ -94,14 +94,14 @@ def test_page_faults_cost_what_they_cost_here(monkeypatch: pytest.MonkeyPatch) -
     assert found.most == pytest.approx(0.6)
 
 
-def test_matrix_units_get_what_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_units, "obstacle", lambda: None)  # on any processor
+def test_bf16_kernels_get_what_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16_products, "obstacle", lambda: None)  # on any processor
     seen = replace(STEP, modules=(replace(STEP.modules[0], convolutions=0, linears=4),), flops_per_step=3e9)
     all_large, some, none = (replace(seen, large_share=share) for share in (1.0, 0.5, 0.0))
     machine = replace(AMX, cpu=replace(AMX.cpu, features=(*AMX.cpu.features, "amx_bf16")))
-    savings = [lever("kernels for matrix units").saving(machine, one).expected for one in (all_large, some, none)]
+    savings = [lever("bf16 kernels").saving(machine, one).expected for one in (all_large, some, none)]
     assert savings[0] > savings[1] > savings[2] == 0
-    reason = worth_trying(lever("kernels for matrix units"), machine, none, "reduced").reason
+    reason = worth_trying(lever("bf16 kernels"), machine, none, "reduced").reason
     assert reason == "predicted to save at most 0.0% of a step: 0% of a step's products are large enough"
 
 

@@ -162,10 +162,8 @@ def packs(dtype: torch.dtype) -> bool:
         return False
     if dtype is torch.float32:
         return True
-    features = set(detect().cpu.features)
     # Without instructions for it oneDNN would convert at every step; a setting may limit its instruction set.
-    fast = bool({"avx512_bf16", "amx_bf16"} & features)
-    return dtype is torch.bfloat16 and fast and onednn_takes_bf16()
+    return dtype is torch.bfloat16 and detect().cpu.multiplies_bf16 and onednn_takes_bf16()
 
 
 def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None], besides: Collection[str] = ()) -> int:

@@ -6,9 +6,9 @@
 
 Hooks on the first and the last block change the shape. In between torch's scaled_dot_product_attention is intercepted
 and called once for each run of sequences of equal length, with that part of the mask that the model gave which lies
-inside a sequence, so that causal masks and relative positions keep their meaning. On a CPU's matrix units a kernel of
-Flatout's takes all sequences at once, where their masks let everything through. Whether a model can be run so is tried,
-never assumed (`flatout.infer.prediction.allowed`).
+inside a sequence, so that causal masks and relative positions keep their meaning. On a CPU with products of bf16 a
+kernel of Flatout's takes all sequences at once, where their masks let everything through. Whether a model can be run so
+is tried, never assumed (`flatout.infer.prediction.allowed`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.data.nested import map_leaves
 from flatout.infer.output_tensors import is_tensor
-from flatout.kernels.matrix_units import obstacle
+from flatout.kernels.bf16_products import obstacle
 from flatout.kernels.operators import packed_attention
 
 _Arguments = tuple[tuple[object, ...], dict[str, object]]
@@ -171,7 +171,7 @@ class _Row(TorchFunctionMode):
         self.attentions += 1
         masks = self._masks_of(attn_mask)
         plain = dropout_p == 0 and all(mask is None for mask in masks)
-        if plain and query.shape[1] == key.shape[1] and _on_matrix_units(query, key, value):
+        if plain and query.shape[1] == key.shape[1] and _by_bf16_kernels(query, key, value):
             return packed_attention(query, key, value, self.lengths, causal=is_causal, scale=scale)
         # Laid out as [tokens, heads, features]: merging the heads is then a view, as models expect of torch's kernel.
         out = query.new_empty(1, self.width, query.shape[1], value.shape[3]).transpose(1, 2)
@@ -205,8 +205,8 @@ class _Row(TorchFunctionMode):
         return None if bool(open_everywhere) else inside
 
 
-def _on_matrix_units(*parts: Tensor) -> bool:
-    """Are these in bf16, on a CPU that has such units? The kernel is built where it is wanted for the first time."""
+def _by_bf16_kernels(*parts: Tensor) -> bool:
+    """Are these in bf16, on a CPU that has such products? The kernel is built where it is wanted for the first time."""
     if any(part.dtype is not torch.bfloat16 or part.device.type != "cpu" for part in parts):
         return False
     return obstacle("matrix_attention") is None

@@ -4,7 +4,7 @@
 
 #include <omp.h>
 
-#include "matrix_units.h"
+#include "bf16_products.h"
 
 namespace flatout {
 

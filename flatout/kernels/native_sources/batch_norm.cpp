@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "matrix_units.h"
+#include "bf16_products.h"
 
 namespace flatout {
 
@@ -209,12 +209,20 @@ template <typename T, typename Layout>
 void measure(const Normalisation& job) {
   const Layout layout(job);
   const T* x = static_cast<const T*>(job.x);
-  // Sums of x and x^2 about a number near the mean: about 0, those of a channel far from 0 would cancel out.
+  // Sums of x and x^2 about a number near the mean: about 0, those of a channel far from 0 would cancel out. It is the
+  // median of some numbers from places without a period, as a few may be far from all others (corners of images).
   std::vector<float> near(job.channels, 0.0f);
-  const int64_t probes = std::min<int64_t>(job.rows, 16), step = job.rows / probes;
+  constexpr int64_t kProbes = 15;
   for (int64_t channel = 0; channel < job.channels; ++channel) {
-    for (int64_t probe = 0; probe < probes; ++probe) near[channel] += value(x + layout.at(probe * step, channel)) / probes;
-    if (!std::isfinite(near[channel])) near[channel] = 0.0f;
+    float probes[kProbes];
+    for (int64_t i = 0; i < kProbes; ++i) {
+      const double turn = 0.6180339887 * (i + 1);
+      const int64_t row = std::min(job.rows - 1, static_cast<int64_t>((turn - std::floor(turn)) * job.rows));
+      const float probe = value(x + layout.at(row, channel));
+      probes[i] = std::isfinite(probe) ? probe : 0.0f;
+    }
+    std::nth_element(probes, probes + kProbes / 2, probes + kProbes);
+    near[channel] = probes[kProbes / 2];
   }
   const auto wide_near = layout.spread(near.data());
   std::vector<double> sums, squares;

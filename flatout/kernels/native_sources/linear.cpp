@@ -5,7 +5,7 @@
 
 #include <omp.h>
 
-#include "matrix_units.h"
+#include "bf16_products.h"
 
 namespace flatout {
 

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <vector>
 
-#include "matrix_units.h"
+#include "bf16_products.h"
 
 namespace flatout {
 

@@ -1,4 +1,4 @@
-// Attention on matrix units: softmax(queries keys^T scale + mask) values, and its gradients for training.
+// Attention by products of bf16: softmax(queries keys^T scale + mask) values, and its gradients for training.
 //
 // A task is one head of one sample. 32 queries meet all their keys at a time: their scores, 32 x keys, are all that is
 // kept of the matrix of weights. The gradients compute them again from the logarithms of the rows' sums.
@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "matrix_units.h"
+#include "bf16_products.h"
 
 namespace flatout {
 

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout import Plan, TrainStep, supervised
 from flatout.errors import MachineError
-from flatout.kernels import matrix_units as kernels
+from flatout.kernels import bf16_products as kernels
 from flatout.kernels.native import native
-from flatout.levers import chunked_loss, matrix_units
-from flatout.levers.matrix_units import MatrixUnits
+from flatout.levers import bf16_kernels, chunked_loss
+from flatout.levers.bf16_kernels import Bf16Kernels
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.subject import Subject
 from flatout.machine.detect import detect
@@ -33,13 +33,13 @@ needs_kernels = pytest.mark.skipif(native("linear").library is None, reason=nati
 def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "obstacle", lambda: None)
     for least in ("LEAST_IN_LINEAR", "LEAST_IN_ATTENTION", "LEAST_ELEMENTS"):
-        monkeypatch.setattr(matrix_units, least, 1)
+        monkeypatch.setattr(bf16_kernels, least, 1)
     monkeypatch.setattr(chunked_loss, "LEAST_SCORES_BYTES", 1)
 
 
 @pytest.fixture
 def on(small_calls_too: None) -> Iterator[None]:
-    with MatrixUnits().apply(Subject(), "amx"):
+    with Bf16Kernels().apply(Subject(), "bf16"):
         yield
 
 
@@ -146,7 +146,7 @@ def test_an_activation_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.activations", module)
     x = torch.randn(5, 8)
     plain = NewGELUActivation()(x)
-    with MatrixUnits().apply(Subject(), "amx"):
+    with Bf16Kernels().apply(Subject(), "bf16"):
         found = NewGELUActivation()(x)
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 
@@ -156,7 +156,7 @@ def test_torchs_functions_come_back() -> None:
     before = functional.linear, torch.addmm, functional.gelu, functional.scaled_dot_product_attention
     patch = pytest.MonkeyPatch()
     patch.setattr(kernels, "obstacle", lambda: None)
-    with MatrixUnits().apply(Subject(), "amx"):
+    with Bf16Kernels().apply(Subject(), "bf16"):
         assert functional.linear is not before[0]
     patch.undo()
     assert before == (functional.linear, torch.addmm, functional.gelu, functional.scaled_dot_product_attention)
@@ -183,7 +183,7 @@ def losses(plan: Plan, *, tied: bool = True, steps: int = 12) -> list[float]:
 @pytest.mark.parametrize("more", [{}, {"loss": "chunked"}, {"compile": "regional"}])
 def test_a_model_learns_as_under_autocast(more: dict[str, Any]) -> None:
     plain = losses(Plan(precision="bf16"))
-    found = losses(Plan(precision="bf16", kernels="amx", **more))
+    found = losses(Plan(precision="bf16", kernels="bf16", **more))
     assert plain[-1] < plain[0] - 0.5
     assert found == pytest.approx(plain, abs=0.03)
 
@@ -191,16 +191,16 @@ def test_a_model_learns_as_under_autocast(more: dict[str, Any]) -> None:
 @needs_kernels
 @pytest.mark.usefixtures("small_calls_too")
 def test_a_model_learns_without_autocast() -> None:
-    assert losses(Plan(kernels="amx")) == pytest.approx(losses(Plan()), abs=0.02)
+    assert losses(Plan(kernels="bf16")) == pytest.approx(losses(Plan()), abs=0.02)
 
 
-def test_on_a_processor_without_matrix_units_the_choice_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_processor_without_products_of_bf16_the_choice_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "obstacle", lambda: "there are none")
-    with pytest.raises(MachineError, match="kernels = 'amx' is not possible: there are none"):
-        MatrixUnits().apply(Subject(), "amx").__enter__()
+    with pytest.raises(MachineError, match="kernels = 'bf16' is not possible: there are none"):
+        Bf16Kernels().apply(Subject(), "bf16").__enter__()
     model = nn.Linear(4, 2)
     step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), Plan(kernels="amx")
+        model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), Plan(kernels="bf16")
     )
     step((torch.randn(3, 4), torch.tensor([0, 1, 0])))
     assert [why for _, why in step.rolled_back if "there are none" in why]
@@ -209,7 +209,7 @@ def test_on_a_processor_without_matrix_units_the_choice_is_rolled_back(monkeypat
 @pytest.mark.parametrize(
     ("seen", "features", "reason"),
     [
-        ({}, (), "no matrix units"),
+        ({}, ("avx512f",), "no products of bf16"),
         ({"device": "cuda:0"}, ("amx_bf16",), "not on the CPU"),
         ({"modules": (ModuleSeen(kind="Net", parameters=1),)}, ("amx_bf16",), "no linear layers"),
         ({"differentiates_twice": "line 3"}, ("amx_bf16",), "none of their own"),
@@ -219,7 +219,7 @@ def test_where_it_is_not_tried(seen: dict[str, Any], features: tuple[str, ...], 
     observed = replace(Observed(modules=(ModuleSeen(kind="Net", parameters=1, linears=2),)), **seen)
     machine = detect()
     machine = replace(machine, cpu=replace(machine.cpu, features=features))
-    verdict = MatrixUnits().applies(machine, observed)
+    verdict = Bf16Kernels().applies(machine, observed)
     assert not verdict
     assert reason in verdict.reason
 
@@ -229,4 +229,4 @@ def test_where_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     observed = Observed(modules=(ModuleSeen(kind="Net", parameters=1, linears=2),))
     machine = detect()
     machine = replace(machine, cpu=replace(machine.cpu, features=("amx_bf16",)))
-    assert MatrixUnits().applies(machine, observed).values == ("amx",)
+    assert Bf16Kernels().applies(machine, observed).values == ("bf16",)

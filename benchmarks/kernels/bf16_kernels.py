@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kernels.matrix_units`: training kernels for a CPU's matrix units beside torch's operations.
+"""`python -m benchmarks.kernels.bf16_products`: training kernels for a CPU's matrix units beside torch's operations.
 
 Forward and backward of linear layers, attention and GELU as training under autocast to bf16 calls them, weights in
 fp32; ways take turns, a few calls each, in another order every round. Rates are of counted operations; errors are norms
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.infer.turns import rows, take_turns, versions, write
 from benchmarks.kernels.linear_cross_entropy import largest_error
-from flatout.kernels.matrix_units import obstacle
+from flatout.kernels.bf16_products import obstacle
 from flatout.kernels.operators import attention, gelu_tanh, linear
 from flatout.statistics import median
 
@@ -151,7 +151,7 @@ def run(name: str, description: str | None, cases: Iterable[Case], words: Sequen
 def main(words: Sequence[str] | None = None) -> int:
     if (why := obstacle()) is not None:
         print(f"note: {why}; what runs instead is right and slow")
-    return run("matrix_units", __doc__, cases(), words)
+    return run("bf16_kernels", __doc__, cases(), words)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Matrix products in bf16 on a processor's matrix units (Intel AMX), by the C++ of native_sources/linear.cpp.
+"""Matrix products in bf16 on a processor that has instructions for them, by the C++ of native_sources/linear.cpp.
+
+Those are Intel's matrix units (AMX), or dot products of bf16 pairs on vectors (AVX-512 bf16: AMD since Zen 4).
 
 Under autocast torch casts the weights to bf16 in every step, lays them out once more for each product, and casts the
 gradients back. Here fp32 is cast while it is laid out, and gradients of weights are written in fp32.
 
-On other processors the same code runs without matrix units: right, and slow. `obstacle` says what a caller should know
-before it chooses these products.
+On other processors the same code runs without such instructions: right, and slow. `obstacle` says what a caller should
+know before it chooses these products.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from flatout.machine.detect import detect
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """What the kernels read and write, as they number it."""
+NO_PRODUCTS = "this processor has no products of bf16 (AVX-512 bf16 or AMX)"
 
 
 class SideStruct(ctypes.Structure):
-    """`Side` of native_sources/matrix_units.h."""
+    """`Side` of native_sources/bf16_products.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -48,13 +51,14 @@ class _ProductStruct(ctypes.Structure):
 
 @functools.cache
 def obstacle(library: str = "linear") -> str | None:
-    """Why this library cannot use matrix units here, products by default; None where it can."""
-    if "amx_bf16" not in detect().cpu.features:
-        return "this processor has no matrix units for bf16 (AMX)"
+    """Why this library, that of products by default, has no instructions for products of bf16 here; None if it has."""
+    cpu = detect().cpu
+    if not cpu.multiplies_bf16:
+        return NO_PRODUCTS
     found = native(library)
     if found.library is None:
         return f"the kernel is not available: {found.reason}"
-    if not found.library.flatout_has_matrix_units():
+    if "amx_bf16" in cpu.features and not found.library.flatout_has_matrix_units():
         return "the system does not let programs use the processor's matrix units"
     return None
 

@@ -1,4 +1,4 @@
-"""The kernels in plain C++, as for a processor without vectors of bf16."""
+"""The kernels as they are built for other processors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from flatout.kernels.native import SOURCES
 
 
 @contextlib.contextmanager
-def plain_builds(names: Sequence[str], modules: Sequence[ModuleType], folder: Path) -> Iterator[None]:
-    """`modules` call such builds of these libraries until the context ends."""
+def other_builds(
+    names: Sequence[str], modules: Sequence[ModuleType], folder: Path, flags: Sequence[str] = ()
+) -> Iterator[None]:
+    """`modules` call builds of these libraries for the compiler's `flags` until the context ends: plain C++ by default,
+    as for a processor without vectors of bf16."""
 
     def built(name: str) -> CDLL:
         made = folder / f"{name}.so"
-        flags = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
-        command = [*cpp_compiler().split(), *flags, str(SOURCES / f"{name}.cpp"), "-o", str(made)]
+        shared = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
+        command = [*cpp_compiler().split(), *shared, *flags, str(SOURCES / f"{name}.cpp"), "-o", str(made)]
         subprocess.run(command, check=True, timeout=180)
         return CDLL(str(made))
 

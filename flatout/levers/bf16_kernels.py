@@ -1,4 +1,4 @@
-"""Flatout's own kernels for a CPU's matrix units (Intel AMX): linear layers, attention and GELU of a training step.
+"""Flatout's own kernels for a CPU with products of bf16: linear layers, attention and GELU of a training step.
 
 Weights are read in fp32 as they are, where autocast makes a bf16 copy of each in every step, and gradients of weights
 are written in fp32. Without autocast the layers' inputs and outputs stay in fp32, and only products are in bf16.
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 LEAST_IN_LINEAR, LEAST_IN_ATTENTION = 1 << 28, 1 << 24
 """Multiplications of one forward pass: smaller ones gain nothing. Linear layers were slower than torch's at 2^26 and
-faster at 2^29 (benchmarks/kernels/matrix_units.py)."""
+faster at 2^29 (benchmarks/kernels/bf16_kernels.py)."""
 LEAST_ELEMENTS = 1 << 15
 """Of one GELU."""
 
 
-class MatrixUnits(Lever):
-    """Linear layers, attention and GELU by Flatout's own kernels for a processor's matrix units (AMX).
+class Bf16Kernels(Lever):
+    """Linear layers, attention and GELU by Flatout's own kernels, on a CPU with AMX or AVX-512 bf16.
 
     Products are of numbers rounded to bf16, with sums in fp32. With autocast, weights are read as they are and their
     gradients are written in fp32, without copies in bf16; without it, activations stay in fp32.
     """
 
-    name = "kernels for matrix units"
+    name = "bf16 kernels"
     plan_field = "kernels"
     acts_on_forward = True
 
@@ -52,16 +52,16 @@ class MatrixUnits(Lever):
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
             return refuse("the model is not on the CPU")
-        if "amx_bf16" not in machine.cpu.features:
-            return refuse("this CPU has no matrix units for bf16 (AMX)")
+        if not machine.cpu.multiplies_bf16:
+            return refuse("this CPU has no products of bf16 (AVX-512 bf16 or AMX)")
         if not any(module.linears for module in observed.modules):
             return refuse("the model has no linear layers")
         if observed.differentiates_twice:
             return refuse(f"the kernels' gradients have none of their own: {observed.differentiates_twice}")
-        from flatout.kernels.matrix_units import obstacle
+        from flatout.kernels.bf16_products import obstacle
 
         why = obstacle()
-        return refuse(why) if why else offer("amx", reason="this CPU has matrix units for bf16 (AMX)")
+        return refuse(why) if why else offer("bf16", reason="this CPU has products of bf16")
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
@@ -69,7 +69,7 @@ class MatrixUnits(Lever):
         from torch.nn import functional
 
         from flatout.errors import MachineError
-        from flatout.kernels.matrix_units import obstacle
+        from flatout.kernels.bf16_products import obstacle
 
         why = obstacle()
         if why is not None:
@@ -107,7 +107,7 @@ class _Taken:
     """Calls of torch's functions that are worth taking over, and can be."""
 
     def __init__(self, is_plain: Callable[[object], bool]) -> None:
-        from flatout.kernels.matrix_units import ELEMENTS, readable
+        from flatout.kernels.bf16_products import ELEMENTS, readable
         from flatout.kernels.operators import MASK_KINDS, attention, gelu_tanh, linear
 
         self._is_plain, self._readable = is_plain, readable
