@@ -29,6 +29,9 @@ RENAMED = {"accumulate": "micro_batches"}
 EXACTNESS_ONCE = {"bit-same": "bit-identical"}
 """Former names of a level of exactness -> what it is called now. Files of any schema may have them."""
 
+KERNELS_ONCE = {"amx": "bf16"}
+"""Former values of `kernels`, likewise."""
+
 TABLES = ("plan", "reasons", "provenance")
 
 
@@ -52,6 +55,9 @@ def parse(text: str, home: Callable[[str], str]) -> dict[str, dict[str, object]]
     provenance = document.get("provenance", {})
     if provenance.get("exactness") in list(EXACTNESS_ONCE):  # a list: what stands there may be unhashable
         provenance["exactness"] = EXACTNESS_ONCE[provenance["exactness"]]
+    plan = document.get("plan", {})
+    if plan.get("kernels") in list(KERNELS_ONCE):
+        plan["kernels"] = KERNELS_ONCE[plan["kernels"]]
     return _migrated(document) if schema == 1 else document
 
 

@@ -340,6 +340,11 @@ def test_a_former_name_of_an_exactness_is_read(schema: int) -> None:
     assert 'exactness = "bit-identical"' in plan.to_toml()
 
 
+@pytest.mark.parametrize("schema", range(1, SCHEMA + 1))
+def test_a_former_value_of_kernels_is_read_as_what_it_is_called_now(schema: int) -> None:
+    assert Plan.from_toml(f'schema = {schema}\n[plan]\nkernels = "amx"').kernels == "bf16"
+
+
 @pytest.mark.parametrize("table", ["plan", "reasons"])
 def test_a_name_of_another_schema_is_refused(table: str) -> None:
     new = f"schema = 1\n[{table}]\nmicro_batches = 4"

@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     operator: Callable[..., Tensor] = torch.ops.flatout.linear
     rows = operator(x.reshape(-1, x.shape[-1]), weight, bias)
-    return rows.view(*x.shape[:-1], weight.shape[0])
+    return rows if x.ndim == 2 else rows.view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.impl(_DEFINITIONS, "linear", "CPU")
@@ -99,7 +99,11 @@ torch.library.register_fake("flatout::linear", _fake_linear, lib=_DEFINITIONS)
 def _fake_linear_gradients(gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
     columns = weight.stride(0) == 1 and weight.shape[1] > 1
     of_weight = weight.new_empty(weight.shape[::-1]).t() if columns else weight.new_empty(weight.shape)
-    made = (x.new_empty(x.shape), of_weight, gradient.new_empty(gradient.shape[1], dtype=torch.float32))
+    made = (
+        x.new_empty(gradient.shape[0], x.shape[1]),
+        of_weight,
+        gradient.new_empty(gradient.shape[1], dtype=torch.float32),
+    )
     return [one for one, is_wanted in zip(made, wanted, strict=True) if is_wanted]
 
 
@@ -109,7 +113,9 @@ torch.library.register_fake("flatout::linear_gradients", _fake_linear_gradients,
 def _keep_for_linear(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     x, weight, bias = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight)
+    of_x, of_weight, *_ = ctx.needs_input_grad  # one longer here than in the backward pass
+    # As torch's layer: what no gradient needs may be changed, or freed, before the backward pass.
+    ctx.save_for_backward(x if of_weight else x.new_empty(0, x.shape[1]), weight if of_x else weight.data)
 
 
 def _linear_backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -136,7 +142,7 @@ def _linear_flops(x: Sequence[int], weight: Sequence[int], *_: object, **__: obj
 def _linear_gradients_flops(
     gradient: Sequence[int], x: Sequence[int], weight: Sequence[int], wanted: Sequence[bool], **_: object
 ) -> int:
-    return 2 * x[0] * weight[0] * weight[1] * sum(wanted[:2])
+    return 2 * gradient[0] * weight[0] * weight[1] * sum(wanted[:2])
 
 
 # attention
@@ -236,7 +242,11 @@ def _attention_gradients(
 def _fake_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _tokens_first(queries, values.shape[-1]), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+    batch, heads, tokens, _ = queries.shape
+    out = _tokens_first(queries, values.shape[-1])
+    if queries.is_contiguous():  # torch's result is laid out as the queries are
+        out = queries.new_empty(batch, heads, tokens, values.shape[-1])
+    return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
 torch.library.register_fake("flatout::attention", _fake_attention, lib=_DEFINITIONS)
@@ -416,24 +426,29 @@ gelu_tanh: Callable[[Tensor], Tensor] = torch.ops.flatout.gelu_tanh
 
 @torch.library.impl(_DEFINITIONS, "gelu_tanh", "CPU")
 def _gelu_tanh(x: Tensor) -> Tensor:
-    return _by_element(x.contiguous(), None)
+    return _by_element(x, None)
 
 
 @torch.library.impl(_DEFINITIONS, "gelu_tanh_gradient", "CPU")
 def _gelu_tanh_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    return _by_element(x.contiguous(), gradient.contiguous())
+    return _by_element(x, gradient)
 
 
 def _by_element(x: Tensor, gradient: Tensor | None) -> Tensor:
-    out = torch.empty_like(x)
+    out = torch.empty_like(x)  # laid out as torch's result is: as x, unless x has gaps
+    x, gradient = (one if one is None or one.stride() == out.stride() else _laid_out(one, out) for one in (x, gradient))
     numbers = (ELEMENTS[x.dtype], x.numel(), torch.get_num_threads())
     job = _ElementsStruct(pointer(x), pointer(gradient), pointer(out), *numbers)
     library_or_error("activation").flatout_gelu_tanh(ctypes.byref(job))
     return out
 
 
-torch.library.register_fake("flatout::gelu_tanh", lambda x: x.new_empty(x.shape), lib=_DEFINITIONS)
-torch.library.register_fake("flatout::gelu_tanh_gradient", lambda _, x: x.new_empty(x.shape), lib=_DEFINITIONS)
+def _laid_out(other: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like).copy_(other)
+
+
+torch.library.register_fake("flatout::gelu_tanh", torch.empty_like, lib=_DEFINITIONS)
+torch.library.register_fake("flatout::gelu_tanh_gradient", lambda _, x: torch.empty_like(x), lib=_DEFINITIONS)
 
 
 def _keep_for_gelu(ctx: _Context, inputs: tuple[Tensor], output: Tensor) -> None:

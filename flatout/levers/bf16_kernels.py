@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: arguments of torch.addmm, in whatever form
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
@@ -124,13 +124,12 @@ class _Taken:
     def addmm(self, original: Original) -> Original:
         """A linear layer whose weights are [inputs, outputs], as transformers writes GPT-2's."""
 
-        def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: object) -> Tensor:
-            if not options and self._ours(mat1, mat2) and mat1.ndim == mat2.ndim == 2:
-                weight = mat2.t()
-                fitting = self._input(mat1, weight, input)
-                if fitting is not None:
-                    return self._linear(fitting, weight, input)
-            return original(input, mat1, mat2, **options)
+        def addmm(*args: Any, **options: Any) -> Tensor:  # torch has older forms of it too
+            if len(args) != 3 or options or not self._ours(*args[1:]) or not args[1].ndim == args[2].ndim == 2:
+                return original(*args, **options)
+            bias, x, weight = args[0], args[1], args[2].t()
+            fitting = self._input(x, weight, bias)
+            return original(*args) if fitting is None else self._linear(fitting, weight, bias)
 
         return addmm
 
@@ -206,12 +205,12 @@ class _Taken:
         return self._ours(x) and x.dtype in self._elements and x.numel() >= LEAST_ELEMENTS
 
     def _ours(self, *tensors: Tensor) -> bool:
-        """torch's own tensors on the CPU, outside of torch.func, whose transforms the operators have no rules for."""
+        """torch's own tensors on the CPU, where there is nothing that the operators have no rules for."""
         import torch
 
         if any(not self._is_plain(one) or one.device.type != "cpu" for one in tensors):
             return False
-        return torch.compiler.is_compiling() or dispatch().transform_level() is None
+        return torch.compiler.is_compiling() or not dispatch().beside_autograd()
 
 
 def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor | None:

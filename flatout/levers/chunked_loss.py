@@ -157,7 +157,9 @@ class _Layers:
         import torch
 
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            if torch.compiler.is_compiling() or not self._worth(input, weight, weight):
+            if torch.compiler.is_compiling() or (bias is not None and bias.ndim != 1):
+                return original(input, weight, bias)
+            if not self._worth(input, weight, weight):
                 return original(input, weight, bias)
             return self._lazy(input, weight, bias, weight)
 
@@ -251,7 +253,8 @@ def _recomputed() -> bool:
 
 
 def _transformed() -> bool:
-    """Under torch.func or in inference mode, where tensors are wrapped and gradients are not autograd's."""
+    """Under torch.func, forward gradients, torch.jit.trace or in inference mode: tensors are wrapped or recorded there,
+    and gradients are not autograd's."""
     import torch
 
-    return torch.is_inference_mode_enabled() or dispatch().transform_level() is not None
+    return torch.is_inference_mode_enabled() or dispatch().beside_autograd()

@@ -123,9 +123,7 @@ def _fusing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             or not readable(input)
             or not all(is_plain(one) and one.dtype == torch.float32 and one.shape == input.shape[1:2] for one in each)
             or not (input.requires_grad or any(one.requires_grad for one in each))
-            or dispatch().transform_level() is not None
-            or dispatch().jit_trace_under_way() is not None
-            or dispatch().forward_gradients_under_way()
+            or dispatch().beside_autograd()
         ):
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
         found = statistics(input, weight, bias, eps)

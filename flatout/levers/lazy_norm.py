@@ -25,13 +25,7 @@ from torch.nn import functional
 from flatout.errors import ScriptError
 from flatout.kernels.batch_norm import batch_norm, norm_gradients
 from flatout.levers.lazy_scores import ABOUT, is_plain
-from flatout.torch_private.dispatch import (
-    forward_gradients_under_way,
-    jit_trace_under_way,
-    transform_level,
-    tree_map_only,
-    without_subclass_torch_function,
-)
+from flatout.torch_private.dispatch import beside_autograd, tree_map_only, without_subclass_torch_function
 from flatout.torch_private.tensors import grad_slot, wrapper_without_memory
 
 Arguments = tuple[object, ...]
@@ -235,13 +229,7 @@ def _by_nodes(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> ob
 
 def _fuses() -> bool:
     """Is this the plain autograd of a training step?"""
-    return (
-        torch.is_grad_enabled()
-        and not torch.is_inference_mode_enabled()
-        and transform_level() is None
-        and jit_trace_under_way() is None
-        and not forward_gradients_under_way()
-    )
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not beside_autograd()
 
 
 def _relu(input: object, inplace: bool = False) -> Tensor | None:

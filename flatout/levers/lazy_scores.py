@@ -72,6 +72,7 @@ class Source:
         self.by_scores = False
         """Was the gradient with respect to the scores requested? Then they are formed in the backward pass."""
         self._state = self._fingerprint()
+        self._trained = self._requires_grad()
 
     @property
     def classes(self) -> int:
@@ -122,9 +123,18 @@ class Source:
                 remedy='use them before, or remove `loss = "chunked"` from the plan',
             )
 
+    def trains_the_same(self) -> bool:
+        """Do the layer's arguments have gradients as when it was called? A fused loss would use those of now."""
+        return self._requires_grad() == self._trained
+
+    def _requires_grad(self) -> list[bool]:
+        return [one is not None and one.requires_grad for one in (self.hidden, self.weight, self.bias)]
+
     def _fingerprint(self) -> tuple[tuple[int, int], ...]:
         tensors = [one for one in (self.hidden, self.weight, self.bias) if one is not None]
-        return tuple((one._version, storage_identity(one.untyped_storage())) for one in tensors)
+        return tuple(
+            (0 if one.is_inference() else one._version, storage_identity(one.untyped_storage())) for one in tensors
+        )
 
 
 def is_plain(tensor: object) -> TypeGuard[Tensor]:
@@ -160,13 +170,18 @@ class LazyScores(torch.Tensor):
             if moved is not None:
                 return moved
         name = getattr(func, "__name__", str(func))
-        return func(*_formed_in(args, name), **_formed_in(kwargs, name))
+        result = func(*_formed_in(args, name), **_formed_in(kwargs, name))
+        if args and isinstance(args[0], LazyScores) and args[0].place.has_changed():
+            args[0].place.follow(args[0])
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., object], types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         """An operation from below Python, after autograd."""
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], LazyScores) and args[0].place.is_following:
+            return args[0]
         values = tree_map_only(LazyScores, lambda one: one.place.plain(str(func)), (args, kwargs or {}))
         return func(*values[0], **values[1])
 
@@ -188,7 +203,11 @@ class Place:
         self.base, self.steps = base, steps
         self.weight, self.bias = source.weight, source.bias
         self.classes = source.classes
+        self.in_training = source.in_training
+        """Do they have a gradient? torch's views do even where they are made without one."""
         self.formed: Tensor | None = None
+        self._formed_version = 0
+        self.is_following = False
         self.node: torch.autograd.graph.Node | None = None
         self.is_normalised = False
         """Are they the log-softmax over the classes?"""
@@ -208,6 +227,8 @@ class Place:
             like, features, axis = MOVING[func](self, func, args, kwargs)
         except (DoesMore, RuntimeError, IndexError, TypeError, NotImplementedError):
             return None  # if it is a mistake, the scores themselves will raise
+        if func is torch.Tensor.__getitem__:  # the script may change an index before the scores are computed
+            args = tree_map_only(Tensor, torch.clone, args)
         step = (func, args, kwargs, torch.is_grad_enabled())
         base = own if self.base is None else self.base
         found = Place(self.source, features, axis, like, base, (*self.steps, step))
@@ -219,18 +240,35 @@ class Place:
         if like.shape[axis] < self.classes:  # the first of them
             found.classes = like.shape[axis]
         found.is_normalised = self.is_normalised or MOVING[func] is log_softmax
+        is_view = like.dtype == self.like.dtype and MOVING[func] is not log_softmax
+        found.in_training = self.in_training and (is_view or torch.is_grad_enabled())
         return found.tensor(own)
 
     def form(self, own: LazyScores, by: str) -> Tensor:
         """The scores as a plain tensor in autograd's graph, the same one each time."""
-        if self.formed is None and (self.base is None or own.grad_fn is not self.node):
-            with torch.enable_grad():  # in-place operations gave it another history: that one counts
-                self.formed = _form(own, self, by)
-        elif self.formed is None:
-            assert self.base is not None
-            self.formed = self._replay(self.base.place.form(self.base, by))
-        assert self.formed is not None
+        if self.formed is None:
+            with torch.inference_mode(False):  # whatever asks first: a loss may follow
+                if self.base is None or own.grad_fn is not self.node:
+                    with torch.enable_grad():  # in-place operations gave it another history: that one counts
+                        self.formed = _form(own, self, by)
+                else:
+                    self.formed = self._replay(self.base.place.form(self.base, by))
+            self._formed_version = self.formed._version
         return self.formed
+
+    def has_changed(self) -> bool:
+        """Were the scores changed in place since they were formed, or since `follow`?"""
+        return self.formed is not None and self.formed._version != self._formed_version
+
+    def follow(self, own: LazyScores) -> None:
+        """Take over the history of the scores, which were changed in place: code below Python finds it there."""
+        assert self.formed is not None
+        self._formed_version, self.is_following = self.formed._version, True
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), without_subclass_torch_function():
+                own.copy_(self.formed)  # copies nothing
+        finally:
+            self.is_following = False
 
     def plain(self, by: str) -> Tensor:
         """The scores, detached."""
@@ -482,7 +520,7 @@ def _loss(
     indices = target.dtype == torch.int64 and target.shape == features.shape[:-1] and features.numel() > 0
     at_home = target.device == features.device and input.grad_fn is place.node
     ready = input.dtype in (source.dtype, torch.float32) and input.dtype != torch.float16
-    unseen = not source.is_formed and not source.is_kept
+    unseen = not source.is_formed and not source.is_kept and source.trains_the_same()
     if not (plain and indices and at_home and ready and unseen and place.axis == min(1, features.dim() - 1)):
         return None
     source.check()
@@ -494,7 +532,7 @@ def _loss(
     kind = features.device.type
     dtype = torch.float32 if torch.is_autocast_enabled(kind) and input.dtype != torch.float64 else input.dtype
     weights, bias = place.weight, place.bias
-    if not torch.is_grad_enabled():  # the kernel checks requires_grad of its arguments, not the mode
+    if not (torch.is_grad_enabled() and place.in_training):  # the kernel checks requires_grad of its arguments alone
         features, weights, bias = features.detach(), weights.detach(), _detached(bias)
     try:
         with source.precision():

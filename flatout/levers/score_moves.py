@@ -74,7 +74,7 @@ def log_softmax(place: Deferred, func: Operation, args: Arguments, kwargs: Keywo
     more = {name for name, value in kwargs.items() if value is not None} - {"dim", "_stacklevel"} or len(args) > 1
     if more or dimension is None or dimension % place.like.dim() != place.axis or place.is_normalised:
         raise DoesMore
-    exact = torch.is_autocast_enabled(place.features.device.type)
+    exact = place.features.device.type == "cuda" and torch.is_autocast_enabled("cuda")  # on a CPU in bf16 as well
     return shape_alone(place.like.shape, torch.float32 if exact else place.like.dtype), place.features, place.axis
 
 

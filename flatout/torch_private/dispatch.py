@@ -130,5 +130,11 @@ def forward_gradients_under_way() -> bool:
 jit_trace_under_way: Callable[[], object] = private("torch._C._get_tracing_state")
 """None outside of torch.jit.trace; the public `torch.jit.is_tracing` adds a Python call."""
 
+
+def beside_autograd() -> bool:
+    """Under a torch.func transform, in a level of forward gradients, or in a torch.jit.trace."""
+    return transform_level() is not None or forward_gradients_under_way() or jit_trace_under_way() is not None
+
+
 profiler_is_on: Callable[[], bool] = private("torch.autograd._profiler_enabled")
 """True while any kind of profiler records; no public equivalent."""

@@ -101,6 +101,45 @@ def test_what_is_left_alone(called: list[str]) -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("on")
+@pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated")
+def test_results_are_laid_out_as_torchs_and_may_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = torch.randn(2, 3, 5, 8).bfloat16()
+    functional.scaled_dot_product_attention(heads, heads, heads).view(6, 5, 8)
+    apart = torch.randn(2, 5, 3, 8).bfloat16().transpose(1, 2)
+    functional.scaled_dot_product_attention(apart, heads, heads).transpose(1, 2).view(2, 5, 24)
+    for x in (
+        torch.randn(4, 8).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 8)[:, ::2],
+    ):
+        found = functional.gelu(x, approximate="tanh")
+        with monkeypatch.context() as patch:
+            patch.setattr(bf16_kernels, "LEAST_ELEMENTS", 1 << 60)
+            wanted = functional.gelu(x, approximate="tanh")
+        assert found.stride() == wanted.stride()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        y = functional.linear(torch.randn(4, 8), torch.randn(6, 8))
+    y += torch.randn(4, 6, requires_grad=True)
+    frozen, x = torch.randn(8, 8), torch.randn(4, 8, requires_grad=True) * 1
+    x += functional.linear(x, frozen)  # a frozen layer's gradient does not need its input
+    x.sum().backward()
+    torch.addmm(1, torch.randn(6), torch.randn(4, 8), torch.randn(8, 6))  # type: ignore[call-overload]
+
+
+@needs_kernels
+@pytest.mark.usefixtures("on")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own rules for them
+def test_forward_gradients_are_torchs() -> None:
+    x, weight, tangent = torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        found = torch.autograd.forward_ad.unpack_dual(functional.linear(dual, weight)).tangent
+    torch.testing.assert_close(found, tangent @ weight.t())
+
+
+@needs_kernels
+@pytest.mark.usefixtures("on")
 def test_transforms_of_functions_are_torchs() -> None:
     weight, x = torch.randn(6, 8), torch.randn(3, 4, 8)
     torch.testing.assert_close(torch.func.vmap(lambda one: functional.linear(one, weight))(x), x @ weight.t())

@@ -215,7 +215,65 @@ def normalised_through_a_function(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.nll_loss(Doubled.apply(functional.log_softmax(model(x), -1)).transpose(1, 2), y)
 
 
+def scaled_in_place_for_a_function(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    logits.div_(0.7)
+    return functional.cross_entropy(Doubled.apply(logits).transpose(1, 2), y)
+
+
+def an_item_set_for_a_function(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    logits[..., 3] = -5.0
+    return functional.cross_entropy(Doubled.apply(logits).transpose(1, 2), y)
+
+
+def an_accuracy_in_inference_mode(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    with torch.inference_mode():
+        assert (logits.argmax(-1) == y).float().mean() >= 0
+    return functional.cross_entropy(logits.transpose(1, 2), y)
+
+
+def beside_a_reference(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        reference = model(x)
+    return functional.cross_entropy(model(x).transpose(1, 2), y) - 0.5 * functional.cross_entropy(
+        reference.transpose(1, 2), y
+    )
+
+
+def normalised_without_gradients(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x).transpose(1, 2)
+    with torch.no_grad():
+        reference = functional.log_softmax(logits, 1)
+    return functional.cross_entropy(logits, y) - 0.5 * functional.nll_loss(reference, y)
+
+
+def a_layer_that_is_unfrozen_meanwhile(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    model.head.requires_grad_(False)
+    logits = model(x)
+    model.head.requires_grad_(True)
+    return functional.cross_entropy(logits.transpose(1, 2), y)
+
+
+def a_mask_that_changes(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    where = torch.arange(B * T).view(B, T) % 2 == 0
+    logits = model(x)
+    with torch.no_grad():
+        taken = logits[where]
+        where.fill_(True)
+        mean = taken.exp().mean()
+    return functional.cross_entropy(logits.transpose(1, 2), y) * mean
+
+
+def a_bias_of_another_shape(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    bias = model.embed.weight.new_zeros(1, V)
+    return functional.cross_entropy(functional.linear(model.hidden(x), model.head.weight, bias).transpose(1, 2), y)
+
+
 FORMED = [
+    scaled_in_place_for_a_function, an_item_set_for_a_function, an_accuracy_in_inference_mode, beside_a_reference,
+    normalised_without_gradients, a_layer_that_is_unfrozen_meanwhile, a_mask_that_changes, a_bias_of_another_shape,
     likelihoods_of_its_own, normalised_twice, not_normalised, over_positions, normalised_through_a_function,
     temperature, class_weights, unreduced, probabilities, changed_in_place, regularised, through_a_function_of_its_own,
     through_another, checkpointed, checkpointed_and_saved, the_last_classes, classes_in_another_order,
@@ -497,3 +555,11 @@ def test_the_widest_layer() -> None:
     assert widest_output(Model()) == V
     assert widest_output(nn.Linear(50, 2)) == 2
     assert widest_output(nn.ReLU()) == 0
+
+
+def test_the_type_of_a_log_softmax_under_autocast(subject: Subject) -> None:
+    model, (x, _) = Model(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        lazy = functional.log_softmax(model(x), -1)
+        assert isinstance(lazy, LazyScores)
+        assert lazy.dtype == lazy.exp().dtype == torch.bfloat16

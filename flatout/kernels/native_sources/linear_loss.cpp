@@ -1,8 +1,12 @@
-// Cross-entropy of a linear layer's scores, with all gradients, where the scores are never in memory.
+// Cross-entropy of a linear layer's scores, with all gradients, where the scores are never in memory as a whole.
 //
 // Two passes over the weights, some strips of classes at a time. The first sums up each row's exponentials. The second
-// computes the same scores again, and from them the gradient by each score, which goes straight into two products: the
-// gradient of the inputs, summed up for each thread, and that of these classes' weights, which is then complete.
+// has the gradient by each score, which goes straight into two products: the gradient of the inputs, summed up for each
+// thread, and that of these classes' weights, which is then complete.
+//
+// On matrix units the second pass computes the scores again. Elsewhere a product takes three times as long, and the
+// exponentials are kept meanwhile in bf16, to which the gradient is rounded anyway: of as many rows at a time as fit into
+// kKept bytes.
 
 #include <omp.h>
 
@@ -37,12 +41,20 @@ struct RowSums {
   float target = 0.0f;        // score of the target
 };
 
+#if defined(FLATOUT_AMX)
+constexpr bool kKeeps = false;
+#else
+constexpr bool kKeeps = true;
+#endif
+constexpr int64_t kKept = 64 << 20;  // bytes of exponentials
+
 constexpr int64_t kFew = 8;   // strips of classes in the second pass, which keeps more about each
 constexpr int64_t kWide = 8;  // strips of the width whose sums are written together
 
 class LossRun {
  public:
-  explicit LossRun(const Loss& job) : job_(job) {
+  // further: are gradients of the same weights there already, to which those of these rows are added?
+  LossRun(const Loss& job, bool further) : job_(job), further_(further) {
     rows_ = job.hidden.sides;
     width_ = job.hidden.inners;
     classes_ = job.weight.sides;
@@ -53,6 +65,7 @@ class LossRun {
     left_ = of_left.halves(turns_ * steps_ * kStep);
     right_ = of_right.halves(turns_ * steps_ * kStep);
     group_ = strips_of_a_task(strips_, steps_, job.threads * 2);
+    gradients_ = job.of_hidden != nullptr || job.of_weight != nullptr || job.of_bias != nullptr;
   }
 
   void run() {
@@ -61,7 +74,12 @@ class LossRun {
     static thread_local Scratch of_inputs;
     const int64_t size = turns_ * steps_ * kStep;  // in blocks of 32 x 32: turn, step
     float* const inputs = job_.of_hidden != nullptr ? of_inputs.floats(size * job_.threads) : nullptr;
-    const bool gradients = job_.of_hidden != nullptr || job_.of_weight != nullptr || job_.of_bias != nullptr;
+    Scratch of_kept;
+    std::vector<float> shifts(kKeeps && gradients_ ? strips_ * turns_ * kSide : 0);
+    if (!shifts.empty()) {
+      kept_ = of_kept.halves(strips_ * turns_ * kStep);
+      shifts_ = shifts.data();
+    }
 #pragma omp parallel num_threads(job_.threads)
     {
       Tiles tiles;
@@ -72,7 +90,7 @@ class LossRun {
       add_up_all(sums.data() + me * rows_);
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < rows_; ++row) log_sums[row] = merge(sums, row);
-      if (gradients) differentiate_all(log_sums.data(), inputs == nullptr ? nullptr : inputs + me * size);
+      if (gradients_) differentiate_all(log_sums.data(), inputs == nullptr ? nullptr : inputs + me * size);
       if (inputs != nullptr) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows_; ++row) gather(inputs, size, row);
@@ -125,13 +143,13 @@ class LossRun {
     for (int64_t first = 0; first < strips_; first += group) {
       const int64_t count = std::min(group, strips_ - first);
       float of_bias[kFew * kSide] = {};
-      pack<true>(job_.weight, first, count, 0, steps_, packed, steps_ * kStep);
+      if (kept_ == nullptr) pack<true>(job_.weight, first, count, 0, steps_, packed, steps_ * kStep);
       if (inputs != nullptr) pack_across(first, count, across);
       for (int64_t turn = 0; turn < turns_; ++turn) {
-        score(turn, packed, count, scores);
+        if (kept_ == nullptr) score(turn, packed, count, scores);
         for (int64_t j = 0; j < count; ++j) {
           for (int64_t i = 0; i < kSide; ++i)
-            differentiate(scores + j * kStep + i * kSide, (first + j) * kSide, turn * kSide + i, log_sums,
+            differentiate(scores + j * kStep + i * kSide, first + j, turn * kSide + i, log_sums,
                           by_score + j * kStep + i * kSide, of_bias + j * kSide);
           if (job_.of_weight != nullptr)
             pack_step<false>(by_score + j * kStep, 1, kSide, by_class + (j * turns_ + turn) * kStep);
@@ -139,8 +157,8 @@ class LossRun {
         if (inputs != nullptr) add_to_inputs(by_score, across, count, inputs + turn * steps_ * kStep);
       }
       if (job_.of_weight != nullptr) weigh(by_class, first, count, rows);
-      if (job_.of_bias != nullptr)
-        std::copy_n(of_bias, std::min(count * kSide, classes_ - first * kSide), job_.of_bias + first * kSide);
+      for (int64_t c = 0; job_.of_bias != nullptr && c < std::min(count * kSide, classes_ - first * kSide); ++c)
+        job_.of_bias[first * kSide + c] = of_bias[c] + (further_ ? job_.of_bias[first * kSide + c] : 0.0f);
     }
   }
 
@@ -180,7 +198,7 @@ class LossRun {
   void add_up(float* scores, int64_t strip, int64_t count, int64_t row, RowSums& sums) const {
     if (!counts(row)) return;
     const int64_t target = job_.targets[row] - strip * kSide;
-    Line best = Line::all(sums.largest), total = Line::all(0.0f);
+    Line best = Line::all(-INFINITY), total = Line::all(0.0f);
     for (int64_t j = 0; j < count; ++j) {
       float* line = scores + j * kStep;
       const Line values = with_bias(line, (strip + j) * kSide);
@@ -191,12 +209,23 @@ class LossRun {
         for (int64_t c = 0; c < std::min(kSide, classes_ - (strip + j) * kSide); ++c) sums.scores += line[c];
     }
     const float largest = best.largest();
-    if (largest == -INFINITY) return;  // no class so far has a share: -inf less -inf is no number
-    for (int64_t j = 0; j < count; ++j)
-      total = total + (Line::load(scores + j * kStep) - Line::all(largest)).exponential();
-    if (sums.exponentials != 0.0f) sums.exponentials *= exponential(sums.largest - largest);
-    sums.exponentials += total.sum();
-    sums.largest = largest;
+    const Line shift = Line::all(largest == -INFINITY ? 0.0f : largest);  // -inf less -inf is no number
+    for (int64_t j = 0; j < count; ++j) {
+      const Line exponentials = (Line::load(scores + j * kStep) - shift).exponential();
+      total = total + exponentials;
+      if (kept_ == nullptr) continue;
+      exponentials.store(kept(strip + j, row));
+      shifts_[(strip + j) * turns_ * kSide + row] = largest;
+    }
+    if (largest == -INFINITY) return;  // none of these classes has a share
+    const float highest = std::max(sums.largest, largest), sum = total.sum();
+    if (sums.exponentials != 0.0f) sums.exponentials *= exponential(sums.largest - highest);
+    sums.exponentials += largest == highest ? sum : sum * exponential(largest - highest);
+    sums.largest = highest;
+  }
+
+  uint16_t* kept(int64_t strip, int64_t row) const {
+    return kept_ + (strip * turns_ + row / kSide) * kStep + row % kSide * kSide;
   }
 
   // The row's loss; returns the logarithm of its sum of exponentials.
@@ -215,14 +244,21 @@ class LossRun {
     return log_sum;
   }
 
+  // A row's share of each class of a strip.
+  Line shares_of(const float* scores, int64_t strip, int64_t row, float log_sum) const {
+    if (kept_ == nullptr) return (with_bias(scores, strip * kSide) - Line::all(log_sum)).exponential();
+    return Line::load(kept(strip, row)) * Line::all(std::exp(shifts_[strip * turns_ * kSide + row] - log_sum));
+  }
+
   // A row's scores for one strip of classes -> the gradient by them, in bf16.
-  void differentiate(const float* scores, int64_t first, int64_t row, const float* log_sums, uint16_t* to,
+  void differentiate(const float* scores, int64_t strip, int64_t row, const float* log_sums, uint16_t* to,
                      float* of_bias) const {
     if (!counts(row)) {
       std::memset(to, 0, kSide * sizeof(uint16_t));
       return;
     }
-    const Line shares = (with_bias(scores, first) - Line::all(log_sums[row])).exponential();
+    const int64_t first = strip * kSide;
+    const Line shares = shares_of(scores, strip, row, log_sums[row]);
     Line values = (shares - Line::all(job_.smoothing / static_cast<float>(classes_))) * Line::all(job_.scale);
     const int64_t target = job_.targets[row] - first, real = std::min(kSide, classes_ - first);
     if ((target >= 0 && target < kSide) || real < kSide) {
@@ -261,10 +297,10 @@ class LossRun {
           float* to = job_.of_weight + (strip * kSide + i) * width_ + step * kSide;
           const int64_t columns = std::min(kSide, width_ - step * kSide);
           if (columns == kSide) {
-            Line::load(line).store_past_caches(to);
+            further_ ? (Line::load(line) + Line::load(to)).store(to) : Line::load(line).store_past_caches(to);
             continue;
           }
-          std::memcpy(to, line, columns * sizeof(float));
+          for (int64_t c = 0; c < columns; ++c) to[c] = line[c] + (further_ ? to[c] : 0.0f);
         }
     }
   }
@@ -284,11 +320,39 @@ class LossRun {
   }
 
   const Loss& job_;
+  const bool further_;
+  bool gradients_;
+  uint16_t* kept_ = nullptr;  // exponentials of scores less their shift: strip of classes, strip of rows; null: not kept
+  float* shifts_ = nullptr;   // strip of classes, row
   int64_t rows_, width_, classes_, steps_, turns_, strips_, group_;
   int64_t team_ = 1;  // threads that take part
   uint16_t* left_;   // rows: strip, then step of the width
   uint16_t* right_;  // the same numbers, [rows, width], as a right side: step of the width, then strip of rows
 };
+
+// Rows that are taken at a time.
+int64_t rows_together(const Loss& job) {
+  if (!kKeeps) return job.hidden.sides;
+  const int64_t turn_bytes = steps_of(job.weight.sides) * kStep * sizeof(uint16_t), turns = steps_of(job.hidden.sides);
+  const int64_t fit = std::max<int64_t>(1, kKept / turn_bytes), parts = (turns + fit - 1) / fit;
+  return (turns + parts - 1) / std::max<int64_t>(1, parts) * kSide;
+}
+
+void run(const Loss& job) {
+  const int64_t rows = job.hidden.sides, together = rows_together(job);
+  int64_t first = 0;
+  do {
+    Loss part = job;
+    const int64_t bytes = job.hidden.element == kFloat ? 4 : 2;
+    part.hidden.data += first * job.hidden.side * bytes;
+    part.hidden.sides = std::min(together, rows - first);
+    part.targets += first;
+    part.losses += first;
+    if (job.of_hidden != nullptr) part.of_hidden += first * job.hidden.inners;
+    LossRun(part, first > 0).run();
+    first += together;
+  } while (first < rows);
+}
 
 }  // namespace flatout
 
@@ -301,7 +365,7 @@ int64_t flatout_linear_loss(const flatout::Loss* job) {
     if (target != flatout::kIgnored && (target < 0 || target >= job->weight.sides)) return 0;
   }
   flatout::has_matrix_units();
-  flatout::LossRun(*job).run();
+  flatout::run(*job);
   return 1;
 }
 }
