@@ -1,9 +1,10 @@
 """`python -m benchmarks.train.account`: what the time of a training step is spent on, operator by operator.
 
 GPT-2 124M, BERT-base and ResNet-50 as `flatout bench` trains them, in bf16: by the loop that peers run, and by
-TrainStep with the levers that a tune keeps on Intel's AMX (without malloc, whose work is in no operator). Operators are listed,
-the longest first, until 95 % of a step are accounted for; what remains is Python, autograd and operators that take less
-each. Steps are timed without a profiler, operators with it, both in the same process.
+TrainStep with the levers that a tune keeps on a CPU with products of bf16 (without malloc, whose work is in no
+operator). Operators are listed, the longest first, until 95 % of a step are accounted for; what remains is Python,
+autograd and operators that take less each. Steps are timed without a profiler, operators with it, both in the same
+process.
 """
 
 from __future__ import annotations

@@ -436,7 +436,7 @@ def _gelu_tanh_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 def _by_element(x: Tensor, gradient: Tensor | None) -> Tensor:
     out = torch.empty_like(x)  # laid out as torch's result is: as x, unless x has gaps
-    x, gradient = (one if one is None or one.stride() == out.stride() else _laid_out(one, out) for one in (x, gradient))
+    x, gradient = _laid_out(x, out), None if gradient is None else _laid_out(gradient, out)
     numbers = (ELEMENTS[x.dtype], x.numel(), torch.get_num_threads())
     job = _ElementsStruct(pointer(x), pointer(gradient), pointer(out), *numbers)
     library_or_error("activation").flatout_gelu_tanh(ctypes.byref(job))
@@ -444,7 +444,7 @@ def _by_element(x: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _laid_out(other: Tensor, like: Tensor) -> Tensor:
-    return torch.empty_like(like).copy_(other)
+    return other if other.stride() == like.stride() else torch.empty_like(like).copy_(other)
 
 
 torch.library.register_fake("flatout::gelu_tanh", torch.empty_like, lib=_DEFINITIONS)

@@ -51,6 +51,8 @@ class FusedAttention(Lever):
             return refuse("torch.compile is already used, which fuses attention too")
         if not any(module.attention_by_hand for module in observed.modules):
             return refuse("no module computes attention by hand")
+        if observed.differentiates_twice:
+            return refuse(f"the kernel's gradients have none of their own: {observed.differentiates_twice}")
         return offer("fused", reason="there is a softmax between two matrix products")
 
     @contextlib.contextmanager

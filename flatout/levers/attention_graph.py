@@ -15,6 +15,9 @@ whether they were filled with -1e9 or with -inf. Fully masked rows differ: with 
 and their scores get no gradient, with -inf they are NaN, and a bias of -1e9 swallows the logarithm from which the
 kernel's backward pass takes the weights. So masks and biases are examined first (not the scores, which do not exist),
 and where a row is not safe that call computes what the script says, in the script's order.
+
+Only the nodes of the pattern are removed, none of which has a user outside. What else the graph does must not come
+between them (`attention_effects`).
 """
 
 from __future__ import annotations
@@ -28,13 +31,25 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
+from flatout.levers.attention_effects import called, is_only_read, reads_the_same_at_its_end
+
 CASTS = {"float", "to", "type_as", "type", "contiguous"}
 PRODUCTS = {"matmul", "bmm", "__matmul__"}
+UNDERSTOOD = (
+    {"input", "other", "mask", "mat2", "value", "dim", "dtype", "alpha", "p", "training", "inplace", "_stacklevel"}
+    | {"device", "copy", "non_blocking", "memory_format"}  # of a cast
+)
+"""Arguments by name; others, such as `rounding_mode` and `out`, change what a step computes or where it goes."""
 
 SAFE_BIAS = 1e3
 """Above it, fp32 has too few digits left for the logarithm of a row's sum."""
 UNDERFLOW = 104.0
 """exp(-104) is 0 in fp32: a score that far below the row's largest weighs nothing."""
+ROUNDED_BIAS = 2**-8
+"""By how much a bias may change in the kernel's precision, where the script adds it in a higher one.
+
+As much as bf16 rounds a score between 1 and 2, which the script's own product does; a weight changes by 0.4 %.
+"""
 
 Step = tuple[Any, ...]  # in the graph a bias is a Node, at run time a tensor
 """('mul', number), ('div', number), ('add', bias) or ('fill', mask, value put where it is true)"""
@@ -50,49 +65,76 @@ class Scores:
     """True: [..., features, keys], as a product takes it; False: [..., keys, features], as in an einsum."""
     steps: list[Step] = field(default_factory=list)
     """In the script's order; the first one applies to the product itself."""
+    nodes: list[Node] = field(default_factory=list)
+    """Of the pattern but for its last product, from the last to the first."""
 
 
 def fuse_attention(graph_module: GraphModule) -> int:
     """Replace each attention of `graph_module` in place; returns how many there were."""
     graph, replaced = graph_module.graph, 0
     for node in list(graph.nodes):
-        found = _weights_and_value(node)
-        softmax = found and _softmax_below(found[0])
-        scores = softmax and _scores(_argument(softmax, 0, "input"))
-        if not (found and scores):
+        factors = _weights_and_value(node)
+        scores = _scores_below(factors[0]) if factors else None
+        if not factors or not scores:
             continue
+        nodes = [node, *scores.nodes]
+        if not (all(_is_understood(one) for one in nodes) and reads_the_same_at_its_end(nodes, harmless=attend)):
+            continue
+        steps, as_product = tuple(scores.steps), not is_only_read(node)
         with graph.inserting_before(node):
             fused = graph.call_function(
-                attend,
-                (scores.query, scores.key, found[1], scores.key_is_transposed, tuple(scores.steps)),
+                attend, (scores.query, scores.key, factors[1], scores.key_is_transposed, steps, as_product)
             )
+        fused.meta = dict(node.meta)
         node.replace_all_uses_with(fused)
+        for one in nodes:  # not all dead code: torch.fx takes `mask.fill_(0)` for dead
+            graph.erase_node(one)
         replaced += 1
     if replaced:
-        graph.eliminate_dead_code()
         graph_module.recompile()
     return replaced
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, key_is_transposed: bool, steps: tuple[Step, ...]) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, key_is_transposed: bool, steps: tuple[Step, ...], as_product: bool = True
+) -> Tensor:
     """softmax(query @ key^T, put through `steps`) @ value.
 
     query: [..., queries, features]; value: [..., keys, value features]; key as `key_is_transposed` says.
+    `as_product`: with the strides of a product's result, and free to be changed, which the kernel's own result is not.
     """
     key = key.transpose(-2, -1) if key_is_transposed else key
-    if not _fits_kernel(query, key, value):
+    if not _fits_kernel(query, key, value, steps):
         return _plain(query, key, value, steps)
     masking = _Masking.of(steps)
     if not masking.is_safe(query, key):
         return _plain(query, key, value, steps)
     mask = masking.for_kernel(query)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=masking.scale)
+    result = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=masking.scale)
+    if not as_product:
+        return result
+    return result.clone(memory_format=torch.contiguous_format) if result.requires_grad else result.contiguous()
 
 
-def _fits_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Products broadcast more than the kernel does."""
+def _fits_kernel(query: Tensor, key: Tensor, value: Tensor, steps: tuple[Step, ...]) -> bool:
+    """Products and sums broadcast more than the kernel does."""
     same = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.dtype == key.dtype == value.dtype
-    return same and query.dim() >= 3 and min(query.numel(), key.numel(), value.numel()) > 0
+    if not (same and query.dim() >= 3 and min(query.numel(), key.numel(), value.numel()) > 0):
+        return False
+    shape = (*query.shape[:-1], key.shape[-2])
+    operands = [operand.shape for name, operand, *_ in steps if name in ("add", "fill")]
+    return all(
+        len(one) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(one), reversed(shape), strict=False))
+        for one in operands
+    )
+
+
+def _kernel_dtype(query: Tensor) -> torch.dtype:
+    """Autocast hands the kernel a copy in its own precision."""
+    kind = query.device.type
+    if query.dtype == torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return query.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, steps: tuple[Step, ...]) -> Tensor:
@@ -140,21 +182,21 @@ class _Masking:
         """Does every query keep a key, with a bias small enough for fp32 and all hidden scores far below?"""
         if self.bias is None and self.hidden is None:
             return True
-        lowest = 0.0
+        lowest, highest = 0.0, self.highest
         if self.bias is None:
             assert self.hidden is not None
             if self.hidden.all(-1).any():
                 return False
         else:
-            top = (self.bias if self.hidden is None else self.bias.masked_fill(self.hidden, -math.inf)).amax(-1)
-            low, high = (float(one) for one in torch.aminmax(top))
+            bias = self.bias if self.hidden is None else self.bias.masked_fill(self.hidden, -math.inf)
+            low, high = (float(one) for one in torch.aminmax(bias.amax(-1)))
             if not max(-low, high) <= SAFE_BIAS:  # as written, also where one is NaN
                 return False
-            lowest = low
-        if self.highest == -math.inf:
+            lowest, highest = low, max(highest, _largest_rounded(bias, _kernel_dtype(query)))
+        if highest == -math.inf:
             return True
         largest = [float(torch.linalg.vector_norm(one, math.inf)) for one in (query, key)]
-        return bool(self.highest + UNDERFLOW < lowest - abs(self.scale) * query.shape[-1] * largest[0] * largest[1])
+        return bool(highest + UNDERFLOW < lowest - abs(self.scale) * query.shape[-1] * largest[0] * largest[1])
 
     def for_kernel(self, query: Tensor) -> Tensor | None:
         """A boolean mask, True where a key is kept, or a bias that is added to the scores."""
@@ -167,31 +209,57 @@ class _Masking:
         return mask if mask is None or mask.dim() > 1 else mask.expand(*(1, 1)[mask.dim() :], *mask.shape)
 
 
+def _largest_rounded(bias: Tensor, dtype: torch.dtype) -> float:
+    """The largest of the values that `dtype` cannot hold well enough: they must be hidden, as a finite mask's are."""
+    if bias.dtype == dtype:
+        return -math.inf
+    rounded = bias.to(dtype).to(bias.dtype)
+    fits = ~((bias - rounded).abs() > ROUNDED_BIAS)  # as written: -inf, which stays itself, differs by NaN
+    return float(torch.maximum(bias, rounded).masked_fill_(fits, -math.inf).max())
+
+
 def _weights_and_value(node: Node) -> tuple[Node, Node] | None:
     """The factors of a product that may be the last one of attention."""
-    if _called(node) == "einsum":
+    if called(node) == "einsum":
         factors = _einsum_factors(node)
         if factors is None:
             return None
         left, right, (a, b, out) = factors
         fits = a[:-2] == b[:-2] == out[:-2] and a[-1] == b[-2] and out[-2:] == a[-2] + b[-1]
         return (left, right) if fits and a[-1] not in out else None
-    if _called(node) not in PRODUCTS:
+    if called(node) not in PRODUCTS:
         return None
     first, second = _argument(node, 0, "input"), _argument(node, 1, "other", "mat2")
     return (first, second) if isinstance(first, Node) and isinstance(second, Node) else None
 
 
-def _softmax_below(node: object) -> Node | None:
-    """The softmax over the last dimension that `node` is, through casts and a dropout that is off."""
+def _is_understood(node: Node) -> bool:
+    """Does it do what its name says: without further arguments, and a cast without taking digits before the point?"""
+    if any(name not in UNDERSTOOD and given is not None for name, given in node.kwargs.items()):
+        return False
+    if called(node) not in CASTS:
+        return True
+    before, after = (one.meta.get("example_value") for one in (node.all_input_nodes[0], node))
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+        return False
+    return after.is_floating_point() and after.device == before.device
+
+
+def _scores_below(node: object) -> Scores | None:
+    """From `node` down to the product of the scores: through casts, a dropout that is off and a softmax over keys."""
+    passed: list[Node] = []
     while isinstance(node, Node) and len(node.users) == 1:
-        name = _called(node)
+        passed.append(node)
+        name, first = called(node), _argument(node, 0, "input")
         if name == "softmax":
-            return node if _argument(node, 1, "dim") == -1 else None
+            scores = _scores(first) if _argument(node, 1, "dim") == -1 else None
+            if scores:
+                scores.nodes = [*passed, *scores.nodes]
+            return scores
         off = name == "dropout" and (_argument(node, 2, "training") is False or _argument(node, 1, "p") == 0)
         if name not in CASTS and not off:
             return None
-        node = _argument(node, 0, "input")
+        node = first
     return None
 
 
@@ -199,7 +267,8 @@ def _scores(node: object) -> Scores | None:
     """Walk from the softmax's input up to the product; None where there is anything else in between."""
     found, factor = Scores(), 1.0
     while isinstance(node, Node) and len(node.users) == 1:
-        name = _called(node)
+        found.nodes.append(node)
+        name = called(node)
         first, second = _argument(node, 0, "input"), _argument(node, 1, "other", "mask", "mat2")
         if name in PRODUCTS or name == "einsum":
             return _with_product(found, node)
@@ -213,7 +282,8 @@ def _scores(node: object) -> Scores | None:
             found.steps.insert(0, ("mul" if "mul" in name else "div", second))
             factor *= second if "mul" in name else 1 / second
         elif name in ("add", "iadd"):
-            first, second = (second, first) if _leads_to_product(second) else (first, second)
+            if name == "add" and _leads_to_product(second):  # not in `bias += scores`, which changes the bias
+                first, second = second, first
             if not isinstance(second, Node) or _argument(node, 2, "alpha") not in (None, 1):
                 return None
             found.steps.insert(0, ("add", second))
@@ -229,7 +299,7 @@ def _scores(node: object) -> Scores | None:
 
 
 def _with_product(found: Scores, node: Node) -> Scores | None:
-    if _called(node) == "einsum":
+    if called(node) == "einsum":
         factors = _einsum_factors(node)
         if factors is None:
             return None
@@ -259,22 +329,13 @@ def _einsum_factors(node: Node) -> tuple[Node, Node, tuple[str, str, str]] | Non
 def _leads_to_product(node: object) -> bool:
     """Is this the operand of a sum that the scores come from?"""
     while isinstance(node, Node) and node.args:
-        name = _called(node)
+        name = called(node)
         if name in PRODUCTS or name == "einsum":
             return True
         if name not in CASTS | {"mul", "div", "truediv"}:
             return False
         node = node.args[0]
     return False
-
-
-def _called(node: Node) -> str:
-    """The name of what a node calls, which is the same for functions, methods and operators."""
-    if node.op == "call_method":
-        return str(node.target)
-    if node.op != "call_function":
-        return ""
-    return str(getattr(node.target, "__name__", ""))
 
 
 def _argument(node: Node, position: int, *names: str) -> object:

@@ -278,7 +278,7 @@ _FUSED: dict[object, Callable[..., Tensor | None]] = {
     **dict.fromkeys((torch.add, _T.add, _T.__add__, _T.__radd__), _add),
     **dict.fromkeys((_T.add_, _T.__iadd__), _add_),
 }
-_NODE = _T.grad_fn.__get__  # type: ignore[attr-defined]
+_NODE: object = getattr(_T, "grad_fn").__get__  # noqa: B009  (mypy takes it for a node, not for the descriptor)
 _GRADIENTS = {_T.register_hook, _T.retain_grad, _NODE, grad_slot.__get__, torch.autograd.grad}
 _DATA = {_T.data.__get__, _T.data.__set__}  # type: ignore[attr-defined]
 

@@ -81,6 +81,139 @@ def softly_masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(~CAUSAL, -5.0).softmax(-1) @ v
 
 
+def rounded_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.div(q @ k.mT * 20, 3, rounding_mode="floor").softmax(-1) @ v
+
+
+def whole_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 20).to(torch.int32).float().softmax(-1) @ v
+
+
+def scores_written_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.empty(B, H, T, T)
+    weights = torch.mul(q.detach() @ k.detach().mT, 2.0, out=scores).softmax(-1)
+    return weights @ v + scores.sum()
+
+
+def scores_added_to_a_bias_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.ones(B, H, T, T)
+    total = bias
+    total += q @ k.mT
+    return total.softmax(-1) @ v + bias.mean()
+
+
+def weights_without_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = (q @ k.mT).softmax(-1)
+    return weights @ v
+
+
+def scores_without_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = q @ k.mT
+    return scores.softmax(-1) @ v
+
+
+def mask_without_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    with torch.no_grad():
+        scores = scores.masked_fill(~CAUSAL, -1e9)
+    return scores.softmax(-1) @ v
+
+
+def scores_in_fp32_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            weights = (30 * q.float() @ (30 * k.float()).mT / 8).softmax(-1)
+        return (weights @ v).float()
+
+
+def product_in_bf16_after_fp32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (30 * q @ k.mT).softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        return (weights @ v).float()
+
+
+def query_changed_after_the_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = q.detach().clone(), k.detach().clone()
+    weights = (q @ k.mT).softmax(-1)
+    q.zero_()
+    return weights @ v + q
+
+
+def bias_changed_after_the_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.zeros(T, T).masked_fill(~CAUSAL, -1e4)
+    weights = (q @ k.mT + bias[None]).softmax(-1)
+    bias.zero_()
+    return weights @ v
+
+
+def bias_changed_after_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.zeros(T, T).masked_fill(~CAUSAL, -1e4)
+    y = (q @ k.mT + bias).softmax(-1) @ v
+    functional.dropout(bias, 0.5, True, True)
+    return y
+
+
+def masked_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.zeros(T, T)
+    bias.masked_fill_(~CAUSAL, -math.inf)
+    return (q @ k.mT + bias).softmax(-1) @ v
+
+
+def mask_made_late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    bias = torch.full((T, T), -math.inf)
+    torch.triu(bias, 1, out=bias)
+    return (scores + bias).softmax(-1) @ v
+
+
+def query_scaled_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = q * 1, k * 1
+    q.mul_(3.0)
+    torch._foreach_mul_([q, k], 2.0)
+    torch.clamp_(k, -0.5, 0.5)
+    functional.leaky_relu(q, inplace=True)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def value_changed_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    v = v * 1
+    functional.dropout(v, 0.5, True, True)
+    weights = (q @ k.mT).softmax(-1)
+    v[:, :, 0].zero_()
+    return weights @ v
+
+
+def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cache = torch.zeros(B, H, T, E)
+    cache[:, :, :4].copy_(v[:, :, :4])
+    cache.index_add_(2, torch.arange(T), v)
+    return (q @ k.mT).softmax(-1) @ cache
+
+
+def result_changed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y = (q @ k.mT).softmax(-1) @ v
+    y *= 2
+    y += v
+    y[:, :, 0] = 0
+    return y
+
+
+def copy_of_result_changed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).reshape(B, T, H * E)
+    y *= 2
+    return y.view(B, T, H, E).transpose(1, 2)
+
+
+def result_viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) @ v).view(B, H * T, E).reshape(B, H, T, E)
+
+
+def result_reshaped_and_viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) @ v).reshape(B, H, T, 2, E // 2).view(B * H, T, E).view(B, H, T, E)
+
+
 class Block(nn.Module):
     def __init__(self, attention: Attention) -> None:
         super().__init__()
@@ -92,41 +225,162 @@ class Block(nn.Module):
         return self.out(y.transpose(1, 2).reshape(B, T, -1)) if isinstance(y, Tensor) else y
 
 
-def traced(block: Block, x: Tensor) -> tuple[Any, int]:
-    counts: list[int] = []
-
+def traced(block: Block, x: Tensor, counts: list[int]) -> Any:
     def backend(graph_module: Any, examples: Any) -> Any:
         counts.append(fuse_attention(graph_module))
         return graph_module.forward
 
     torch._dynamo.reset()
-    return torch.compile(block, backend=backend)(x), sum(counts)
+    return torch.compile(block, backend=backend)(x)
 
 
-@pytest.mark.parametrize("attention", [mingpt, annotated_transformer, lucidrains, bert, biased_before_scaling, batched])
+def with_gradients(call: Callable[[Tensor], Any], block: Block) -> list[Tensor]:
+    x = torch.linspace(-2, 2, B * T * H * E).sin().view(B, T, H * E).requires_grad_()
+    torch.manual_seed(1)
+    y = call(x)
+    y = y[0] if isinstance(y, tuple) else y
+    loss = (y.sin() * torch.arange(y.numel()).view_as(y)).sum() / y.numel()
+    return [y, *torch.autograd.grad(loss, [x, *block.qkv.parameters()])]
+
+
+FOUND = [mingpt, annotated_transformer, lucidrains, bert, biased_before_scaling, batched]
+FOUND += [masked_in_place, mask_made_late, query_scaled_in_place, value_changed_in_place, cached]
+FOUND += [result_changed, copy_of_result_changed, result_viewed, result_reshaped_and_viewed]
+LEFT_ALONE = [returns_weights, drops_weights, over_queries, squared, softly_masked, rounded_scores, whole_scores]
+LEFT_ALONE += [scores_written_elsewhere, scores_added_to_a_bias_in_place]
+LEFT_ALONE += [weights_without_gradients, scores_without_gradients, mask_without_gradients]
+LEFT_ALONE += [scores_in_fp32_under_autocast, product_in_bf16_after_fp32]
+LEFT_ALONE += [query_changed_after_the_scores, bias_changed_after_the_scores, bias_changed_after_all]
+
+
+@pytest.mark.parametrize("attention", FOUND, ids=lambda f: f.__name__)
 def test_is_found_and_equals(attention: Attention) -> None:
     torch.manual_seed(0)
-    block, x = Block(attention), torch.randn(B, T, H * E, requires_grad=True)
-    (plain,) = torch.autograd.grad(block(x).square().sum(), [x])
-    y, count = traced(block, x)
-    (fused,) = torch.autograd.grad(y.square().sum(), [x])
-    assert count == 1
-    torch.testing.assert_close(y, block(x), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-6)
+    block = Block(attention)
+    counts: list[int] = []
+    plain, fused = with_gradients(block, block), with_gradients(lambda x: traced(block, x, counts), block)
+    assert counts == [1]
+    for one, other in zip(plain, fused, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "attention", [returns_weights, drops_weights, over_queries, squared, softly_masked], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("attention", LEFT_ALONE, ids=lambda f: f.__name__)
 def test_is_left_alone(attention: Attention) -> None:
     torch.manual_seed(0)
-    block, x = Block(attention), torch.randn(B, T, H * E)
-    torch.manual_seed(1)
-    y, count = traced(block, x)
-    torch.manual_seed(1)
-    plain = block(x)
-    assert count == 0
-    torch.testing.assert_close(y, plain, rtol=0, atol=0)
+    block = Block(attention)
+    counts: list[int] = []
+    plain, left = with_gradients(block, block), with_gradients(lambda x: traced(block, x, counts), block)
+    assert sum(counts) == 0
+    for one, other in zip(plain, left, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+def test_a_buffer_that_a_statement_changes_is_changed() -> None:
+    class Counting(Block):
+        calls: Tensor
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(lucidrains)
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("mean", torch.ones(E))
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls.add_(1)
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(x.mean())
+            return super().forward(x) * self.calls
+
+    models = [Counting() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    counts: list[int] = []
+    plain = with_gradients(models[0], models[0])
+    for one, other in zip(plain, with_gradients(lambda x: traced(models[1], x, counts), models[1]), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+    assert counts == [1]
+    for one, other in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_usual_projection_gets_the_kernels_own_result() -> None:
+    block = Block(mingpt)
+    seen: list[Any] = []
+
+    def backend(graph_module: Any, examples: Any) -> Any:
+        fuse_attention(graph_module)
+        seen.extend(node.args[-1] for node in graph_module.graph.nodes if node.target is attend)
+        return graph_module.forward
+
+    for change in (False, True):
+        block.attention = result_changed if change else mingpt
+        torch._dynamo.reset()
+        torch.compile(block, backend=backend)(torch.randn(B, T, H * E))
+    assert seen == [False, True]  # does it need a copy with a product's strides?
+
+
+ALIBI = 600 + torch.arange(T) * 0.5
+BIASES = {
+    "ALiBi as in BLOOM": (ALIBI, False),
+    "ALiBi, its largest 0": (ALIBI - ALIBI.max(), True),  # halves below 4 are numbers of bf16
+    "fifths": (torch.arange(T) / 5, True),
+    "large fifths": (torch.arange(T) / 5 + 64, False),
+    "BERT's": (torch.zeros(T).masked_fill(torch.arange(T) > 5, -1e4), True),
+    "the lowest of fp32": (torch.zeros(T, T).masked_fill(~CAUSAL, torch.finfo(torch.float32).min), True),
+    "the lowest of fp32 in whole rows": ((torch.arange(T) > 5)[:, None] * torch.finfo(torch.float32).min, False),
+}
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_that_the_kernels_precision_cannot_hold(name: str, autocast: bool, monkeypatch: Any) -> None:
+    calls, kernel = [], functional.scaled_dot_product_attention
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(arguments)
+        return kernel(*arguments, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
+    torch.manual_seed(0)
+    bias, fits = BIASES[name]
+    exact = [torch.randn(B, H, T, E).bfloat16().double().requires_grad_() for _ in range(3)]
+    inputs = [one.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for one in exact]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = attend(inputs[0], inputs[1], inputs[2], False, (("add", bias),))
+    right = (exact[0] @ exact[1].mT + bias.double()).softmax(-1) @ exact[2]
+    for one, other in zip(
+        [right, *torch.autograd.grad(right.sin().sum(), exact)],
+        [y, *torch.autograd.grad(y.double().sin().sum(), inputs)],
+        strict=True,
+    ):
+        torch.testing.assert_close(other.double(), one, rtol=0.02, atol=0.03)
+    assert len(calls) == fits
+
+
+@pytest.mark.parametrize("shape", [(3, 1, H, T, T), (1, 1, 1, T, T), (4, H, T, T), (4, 1, 1, T)])
+@pytest.mark.parametrize("step", ["add", "fill"])
+def test_a_mask_that_makes_the_scores_larger(shape: tuple[int, ...], step: str) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, H, T, E, requires_grad=True) for _ in range(3)]
+    operand = torch.randn(shape) if step == "add" else (torch.rand(shape) > 0.8) & (torch.arange(T) > 0)
+    steps = (("add", operand),) if step == "add" else (("fill", operand, -1e9),)
+    scores = inputs[0] @ inputs[1].mT
+    scores = scores + operand if step == "add" else scores.masked_fill(operand, -1e9)
+    plain, ours = scores.softmax(-1) @ inputs[2], attend(inputs[0], inputs[1], inputs[2], False, steps)
+    for one, other in zip(
+        [plain, *torch.autograd.grad(plain.sin().sum(), inputs)],
+        [ours, *torch.autograd.grad(ours.sin().sum(), inputs)],
+        strict=True,
+    ):
+        torch.testing.assert_close(other, one)
+
+
+def test_no_gradient_of_a_gradient() -> None:
+    by_hand = SimpleNamespace(compiled=False, attention_by_hand=True)
+    observed: Any = SimpleNamespace(compiled_in_script=False, modules=(by_hand,), differentiates_twice="")
+    machine: Any = None
+    assert FusedAttention().applies(machine, observed).values == ("fused",)
+    observed.differentiates_twice = "train.py mentions create_graph"
+    assert "create_graph" in FusedAttention().applies(machine, observed).reason
 
 
 def test_masks_and_biases_add_up() -> None:
