@@ -299,6 +299,22 @@ def test_the_loss(
         assert_close(bias.grad, bias64.grad, BF16, "gradient of the bias")
 
 
+def test_the_loss_of_more_rows_than_exponentials_are_kept_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 34,000 classes, 64 MiB hold the exponentials of 960 rows."""
+    monkeypatch.setattr(bf16_products, "obstacle", lambda: None)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1000, 16).to(BF16).requires_grad_(), torch.randn(34000, 16, requires_grad=True)
+    bias, targets = torch.randn(34000, requires_grad=True), torch.randint(0, 34000, (1000,))
+    targets[::7] = -100
+    found = linear_cross_entropy(hidden, weight, targets, bias)
+    ours = torch.autograd.grad(found, (hidden, weight, bias))
+    exacts = (exact(hidden), exact(weight), bias.detach().double().requires_grad_())
+    expected = functional.cross_entropy(functional.linear(*exacts), targets)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    for one, wanted in zip(ours, torch.autograd.grad(expected, exacts), strict=True):
+        assert_close(one, wanted, BF16, str(tuple(one.shape)))
+
+
 @pytest.mark.usefixtures("by_bf16_kernels")
 @pytest.mark.parametrize("target", [-1, 7, 2**40])
 def test_a_target_that_is_no_class(target: int) -> None:

@@ -6,7 +6,8 @@
 //
 // On matrix units the second pass computes the scores again. Elsewhere a product takes three times as long, and the
 // exponentials are kept meanwhile in bf16, to which the gradient is rounded anyway: of as many rows at a time as fit into
-// kKept bytes.
+// kKept bytes. Each time the weights are packed and their gradients are read and written again, which takes as long as
+// the scores of 200 rows; so where there are many times, of few rows each, nothing is kept either.
 
 #include <omp.h>
 
@@ -42,11 +43,11 @@ struct RowSums {
 };
 
 #if defined(FLATOUT_AMX)
-constexpr bool kKeeps = false;
+constexpr int64_t kKept = 0;
 #else
-constexpr bool kKeeps = true;
-#endif
 constexpr int64_t kKept = 64 << 20;  // bytes of exponentials
+#endif
+constexpr int64_t kWorthKeeping = 16;  // strips of rows at a time
 
 constexpr int64_t kFew = 8;   // strips of classes in the second pass, which keeps more about each
 constexpr int64_t kWide = 8;  // strips of the width whose sums are written together
@@ -54,7 +55,7 @@ constexpr int64_t kWide = 8;  // strips of the width whose sums are written toge
 class LossRun {
  public:
   // further: are gradients of the same weights there already, to which those of these rows are added?
-  LossRun(const Loss& job, bool further) : job_(job), further_(further) {
+  LossRun(const Loss& job, bool keeps, bool further) : job_(job), keeps_(keeps), further_(further) {
     rows_ = job.hidden.sides;
     width_ = job.hidden.inners;
     classes_ = job.weight.sides;
@@ -75,7 +76,7 @@ class LossRun {
     const int64_t size = turns_ * steps_ * kStep;  // in blocks of 32 x 32: turn, step
     float* const inputs = job_.of_hidden != nullptr ? of_inputs.floats(size * job_.threads) : nullptr;
     Scratch of_kept;
-    std::vector<float> shifts(kKeeps && gradients_ ? strips_ * turns_ * kSide : 0);
+    std::vector<float> shifts(keeps_ && gradients_ ? strips_ * turns_ * kSide : 0);
     if (!shifts.empty()) {
       kept_ = of_kept.halves(strips_ * turns_ * kStep);
       shifts_ = shifts.data();
@@ -320,7 +321,7 @@ class LossRun {
   }
 
   const Loss& job_;
-  const bool further_;
+  const bool keeps_, further_;
   bool gradients_;
   uint16_t* kept_ = nullptr;  // exponentials of scores less their shift: strip of classes, strip of rows; null: not kept
   float* shifts_ = nullptr;   // strip of classes, row
@@ -330,16 +331,17 @@ class LossRun {
   uint16_t* right_;  // the same numbers, [rows, width], as a right side: step of the width, then strip of rows
 };
 
-// Rows that are taken at a time.
-int64_t rows_together(const Loss& job) {
-  if (!kKeeps) return job.hidden.sides;
+// Rows that are taken at a time, with their exponentials kept; 0: none are kept.
+int64_t rows_kept(const Loss& job) {
   const int64_t turn_bytes = steps_of(job.weight.sides) * kStep * sizeof(uint16_t), turns = steps_of(job.hidden.sides);
-  const int64_t fit = std::max<int64_t>(1, kKept / turn_bytes), parts = (turns + fit - 1) / fit;
-  return (turns + parts - 1) / std::max<int64_t>(1, parts) * kSide;
+  const int64_t fit = kKept / turn_bytes;
+  if (turns == 0 || fit < std::min(turns, kWorthKeeping)) return 0;
+  const int64_t parts = (turns + fit - 1) / fit;
+  return (turns + parts - 1) / parts * kSide;
 }
 
 void run(const Loss& job) {
-  const int64_t rows = job.hidden.sides, together = rows_together(job);
+  const int64_t rows = job.hidden.sides, kept = rows_kept(job), together = kept != 0 ? kept : rows;
   int64_t first = 0;
   do {
     Loss part = job;
@@ -349,7 +351,7 @@ void run(const Loss& job) {
     part.targets += first;
     part.losses += first;
     if (job.of_hidden != nullptr) part.of_hidden += first * job.hidden.inners;
-    LossRun(part, first > 0).run();
+    LossRun(part, kept != 0, first > 0).run();
     first += together;
   } while (first < rows);
 }
