@@ -152,7 +152,8 @@ def test_the_exchange_is_measured(group: Group, tmp_path: Path) -> None:
     found = exchange_between(basis, 2)
     assert found is not None
     assert found.size_bytes == 1_000_000
-    assert 0 < found.small_seconds < found.all_reduce_seconds < 10
+    assert 0 < found.small_seconds < 10
+    assert 0 < found.all_reduce_seconds < 10
 
 
 def test_a_proof_of_a_script_that_fails_raises_what_it_raised(group: Group, tmp_path: Path) -> None:
