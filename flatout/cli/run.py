@@ -325,7 +325,7 @@ class Run:
 
     def _not_applied(self) -> list[str]:
         """What was taken back during the run, and what did not apply to it."""
-        taken = [f"rolled back {entry.choice.label}" for entry in self.runner.applied.rolled_back]
+        taken = [f"rolled back {entry.choice.label}: {entry.reason}" for entry in self.runner.applied.rolled_back]
         return taken + [f"left off {label}: {why}" for label, why in self.runner.left_off]
 
     def explain_failure(self) -> None:
