@@ -23,7 +23,6 @@ from flatout.machine.detect import detect
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """What the kernels read and write, as they number it."""
-NO_PRODUCTS = "this processor has no products of bf16 (AVX-512 bf16 or AMX)"
 
 
 class SideStruct(ctypes.Structure):
@@ -54,7 +53,7 @@ def obstacle(library: str = "linear") -> str | None:
     """Why this library, that of products by default, has no instructions for products of bf16 here; None if it has."""
     cpu = detect().cpu
     if not cpu.multiplies_bf16:
-        return NO_PRODUCTS
+        return "this processor has no products of bf16 (AVX-512 bf16 or AMX)"
     found = native(library)
     if found.library is None:
         return f"the kernel is not available: {found.reason}"

@@ -61,9 +61,10 @@ def linear_cross_entropy(
     the backward pass only the gradients are kept, which are computed with the loss: as large as hidden, weight and
     bias. On an NVIDIA GPU, in half precision, a chunk has some classes of all rows instead, and the backward pass
     computes gradients, from scores computed again. Where a CPU with AVX-512 bf16 or AMX computes scores in bf16, none
-    are held; copies of hidden and sums of its gradient are, for each thread, and stay for the next call. The result is
-    torch's but for the order of summation. Under autocast the products are in its dtype, the rest is in fp32; on a CPU
-    gradients of fp16 are computed in fp32, with an fp32 copy of the weight, so that a loss scale comes in time for
+    are held (without AMX up to 64 MiB of their exponentials, until the call ends); copies of hidden and sums of its
+    gradient are, for each thread, and stay for the next call. The result is torch's but for the order of summation.
+    Under autocast the products are in its dtype, the rest is in fp32; on a CPU gradients of fp16 are computed in fp32,
+    with an fp32 copy of the weight, so that a loss scale comes in time for
     them. It cannot be differentiated twice.
 
         loss = flatout.linear_cross_entropy(hidden, model.head.weight, targets, model.head.bias)
