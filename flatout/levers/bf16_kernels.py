@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_IN_LINEAR, LEAST_IN_ATTENTION = 1 << 28, 1 << 24
-"""Multiplications of one forward pass: smaller ones gain nothing. On AMX, linear layers were slower than torch's at 2^26
-and faster at 2^29; on Zen 4, from there on as fast or up to 12 % slower (benchmarks/kernels/bf16_kernels.py)."""
+"""Multiplications of one forward pass: smaller ones gain nothing. On AMX, linear layers were slower than torch's at
+2^26 and faster at 2^29; on Zen 4, from there on as fast or up to 12 % slower (benchmarks/kernels/bf16_kernels.py)."""
 LEAST_ELEMENTS = 1 << 15
 """Of one GELU."""
 
