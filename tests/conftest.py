@@ -44,6 +44,19 @@ def _what_is_loaded_is_not_walked() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the cases are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cases of a test marked `first_case` are slow, but for the first that is not."""
+    quick = set()
+    for item in items:
+        if item.get_closest_marker("first_case") is None or item.get_closest_marker("slow") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in quick:
+            item.add_marker(pytest.mark.slow)
+        quick.add(test)
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
 

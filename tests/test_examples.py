@@ -36,6 +36,7 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", SHORT_RUNS)
+@pytest.mark.first_case
 def test_example_trains_and_leaves_nothing_behind(name, tmp_path, python):
     (output,) = run_examples(python, tmp_path, (name, SHORT_RUNS[name]))
     losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", output)]

@@ -64,6 +64,7 @@ def test_a_draw_is_seen_and_taken_back(draw: Any) -> None:
     assert draws() == first
 
 
+@pytest.mark.slow
 def test_numpy_is_left_alone_where_nobody_loaded_it() -> None:
     script = (
         "import sys, torch\n"

@@ -367,6 +367,7 @@ def test_versions_are_tried_in_order_until_the_last_context_ends(monkeypatch: py
     assert set_to[-1] is True
 
 
+@pytest.mark.slow
 def test_breaks_in_a_loop_leave_a_function_uncompiled_and_have_their_line(python: Python, tmp_path: Path) -> None:
     """In a process of its own: what the compiler has seen stays."""
     (tmp_path / "breaks.py").write_text(

@@ -108,15 +108,16 @@ class MemoryWatch:
 
     def stop(self) -> None:
         """Leave the script alone."""
-        self.watch.uninstall()
         if self._trace is not None:
             self._trace.stop()
         if self._has_torch:
             self._release()
+        self.watch.uninstall()
 
     def _release(self) -> None:
         self._tracker.__exit__(None, None, None)
         self._patches.undo()
+        self._patches = Patches()  # a reference to a method of the watch would let that stay
         for hook in self._hooks:
             hook.remove()
 

@@ -57,6 +57,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         sys.modules.pop("tiny_contender")
 
 
+@pytest.mark.slow
 def test_a_contender_answers_and_is_closed(tiny: object, capfd: pytest.CaptureFixture[str]) -> None:
     process = ContenderProcess(tiny.prepare, CPU, {})  # type: ignore[attr-defined]
     ready = process.wait_until_ready()
@@ -90,6 +91,7 @@ def test_failures_have_reasons(tiny: object) -> None:
         process.turn()
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_parents_also_while_a_contender_loads(tiny: object) -> None:
     before = signal.getsignal(signal.SIGINT)
     process = ContenderProcess(tiny.prepare, CPU, {})  # type: ignore[attr-defined]

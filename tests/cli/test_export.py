@@ -47,6 +47,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("net_to_export", None)
 
 
+@pytest.mark.slow
 def test_a_function_that_gives_its_inputs(tmp_path: Path, capsys: Any) -> None:
     command = [
         "export",

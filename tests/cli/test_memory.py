@@ -288,6 +288,7 @@ def test_a_script_that_leaves_without_pythons_own_end_is_told_of_with_its_code(t
     assert "the script exited on its own with code 4" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_script_that_never_steps_is_ended_when_the_patience_is(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text("import sys, time, torch\nsys.stderr.write('its words')\ntime.sleep(1000)\n")
     result = memory(tmp_path, "--patience", "1s", "waits.py")

@@ -125,6 +125,7 @@ def test_nothing_of_the_users_is_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 9)), 4])
+@pytest.mark.slow
 def test_a_script_that_ends_early_is_profiled_on_what_there_is(tmp_path: Path, steps: int) -> None:
     write(tmp_path, steps=steps)
     result = profile(tmp_path, "--json", "train.py")
@@ -190,6 +191,7 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_script_that_never_steps_is_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch, time\ntime.sleep(600)\n")
     result = profile(tmp_path, "--patience", "1s", "train.py")
@@ -225,6 +227,7 @@ def test_an_export_that_fails_comes_after_the_results(tmp_path: Path, monkeypatc
     assert (tmp_path / "table.csv").exists()
 
 
+@pytest.mark.slow
 def test_names_in_a_script_stay_inert(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch\n"

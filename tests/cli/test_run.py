@@ -103,6 +103,7 @@ def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path, forked: bool) -
 @pytest.mark.parametrize(
     ("name", "status"), [("profiled", 0), pytest.param("many_compiled", 1, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_what_reads_or_compiles_frames_finds_the_scripts_own(name: str, status: int, run: Run, tmp_path: Path) -> None:
     odd = Path(__file__).parents[2] / "benchmarks" / "scripts" / "odd"
     shutil.copy(odd / "small.py", tmp_path)
@@ -593,6 +594,7 @@ def test_a_small_terminal_that_is_resized_keeps_the_scripts_text(session: Callab
     assert on.output.rindex("\x1b[r") > on.output.rindex("\x1b[1;9r")
 
 
+@pytest.mark.slow
 def test_a_terminal_without_a_cursor_shows_the_summary_alone(session: Callable[..., Session]) -> None:
     on = session("--no-report", kind="dumb")
     assert on.finish() == 3
@@ -600,6 +602,7 @@ def test_a_terminal_without_a_cursor_shows_the_summary_alone(session: Callable[.
     assert "\nscript    train.py · " in on.output
 
 
+@pytest.mark.slow
 def test_quiet_is_quiet_on_a_terminal_too(session: Callable[..., Session], tmp_path: Path) -> None:
     on = session("--quiet")
     assert on.finish() == 3

@@ -46,6 +46,7 @@ LOOP = "Linear of 36 weights (float32), SGD over 2 tensors, on cpu"
         (["--epochs", "9"], None, ["threads 2"]),
     ],
 )
+@pytest.mark.first_case
 def test_a_plan_never_overrides_what_the_arguments_set(
     python: Python, tmp_path: Path, arguments: list[str], loop: str | None, applied: list[str]
 ) -> None:

@@ -299,6 +299,7 @@ def test_the_loss(
         assert_close(bias.grad, bias64.grad, BF16, "gradient of the bias")
 
 
+@pytest.mark.slow
 def test_the_loss_of_more_rows_than_exponentials_are_kept_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 34,000 classes, 64 MiB hold the exponentials of 960 rows."""
     monkeypatch.setattr(bf16_products, "obstacle", lambda: None)
@@ -355,6 +356,7 @@ def test_classes_that_are_ruled_out_do_not_make_the_loss_undefined() -> None:
 
 
 @pytest.mark.usefixtures("by_bf16_kernels")
+@pytest.mark.first_case
 def test_fewer_threads_than_asked_for_add_up_what_they_have(build: None) -> None:
     """OpenMP may give fewer, and sums of an earlier call lie where the others would have been."""
     program = """

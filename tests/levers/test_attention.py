@@ -520,6 +520,7 @@ def test_a_model_of_transformers_says_which_attention_it_uses(implementation: st
     assert sum(one in model.blocks for one in attention_by_hand(model)) == found
 
 
+@pytest.mark.slow
 def test_the_lever_on_a_model_with_changing_shapes_and_modes() -> None:
     torch.manual_seed(0)
     model, subject = Model(), Subject()

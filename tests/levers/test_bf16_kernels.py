@@ -220,6 +220,7 @@ def losses(plan: Plan, *, tied: bool = True, steps: int = 12) -> list[float]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's tracer asks for it
 @pytest.mark.usefixtures("small_calls_too")
 @pytest.mark.parametrize("more", [{}, {"loss": "chunked"}, {"compile": "regional"}])
+@pytest.mark.first_case
 def test_a_model_learns_as_under_autocast(more: dict[str, Any]) -> None:
     plain = losses(Plan(precision="bf16"))
     found = losses(Plan(precision="bf16", kernels="bf16", **more))

@@ -124,6 +124,7 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("plan", [PLAN, Plan(optimizer_state="8bit", optimizer_in_backward=True)])
+@pytest.mark.slow
 def test_the_forecast_is_what_torch_then_records(plan: Plan) -> None:
     def make() -> Any:
         net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 3))

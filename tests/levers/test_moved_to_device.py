@@ -252,6 +252,7 @@ def test_the_same_numbers_on_the_device(run: Run, source: str) -> None:
 
 
 @one_accelerator
+@pytest.mark.slow
 def test_with_the_scores_of_a_wide_layer_never_formed_there(run: Run) -> None:
     (plain, _), (moved, told) = run(WIDE, moved=False), run(WIDE, moved=True, CHUNKED="1")
     assert (plain[0], moved[0]) == ("cpu Tensor", "hpu LazyScores"), told

@@ -34,6 +34,7 @@ print(found[1] < found[2], found[2] == found[3], found[2])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is about Linux")
 @pytest.mark.skipif(not given_on_request(), reason="this system gives huge pages to all memory, or to none")
+@pytest.mark.slow
 def test_a_heap_that_has_grown_is_moved_once() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     grew, stayed, size = done.stdout.split()

@@ -455,6 +455,7 @@ def test_memory_is_never_lost_doubled_or_kept(
 
 
 @pytest.mark.parametrize("text", SETTINGS)
+@pytest.mark.first_case
 def test_two_hundred_thousand_events(text: str) -> None:
     draw = random.Random(0)
     device = allocator(text, 80 * GIB)

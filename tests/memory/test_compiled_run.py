@@ -74,6 +74,7 @@ def measured(plan: Plan) -> int:
         (Plan(compile="regional", precision="bf16"), 0.15),
     ],
 )
+@pytest.mark.slow
 def test_the_allocator_agrees(plan: Plan, miss: float) -> None:
     model, optimizer, batch = training()
     made = flatout.forecast(TrainStep(model, optimizer, LOSS, plan), batch)

@@ -75,6 +75,7 @@ def test_blocks_are_found_for_regional_compile(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "seq2seq")),
     ],
 )
+@pytest.mark.first_case
 def test_no_graph_breaks(name: str) -> None:
     """Traced whole, forward and backward, without code generation, which is not the model's business."""
     small = SMALL[name]

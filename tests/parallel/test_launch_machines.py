@@ -143,6 +143,7 @@ def test_a_signal_on_one_machine_ends_all(several: Machines) -> None:
         assert "saved" in out
 
 
+@pytest.mark.slow
 def test_machine_0_that_is_killed_ends_the_others(several: Machines) -> None:
     several.script("open(f'at{rank}', 'w')\ntime.sleep(1000)")
     first, second = several.start(0, "--join-timeout", "1"), several.start(1, "--join-timeout", "1")

@@ -12,6 +12,7 @@ from tests.parallel.split_training import MODELS, check_equals_one_process
 from tests.train.conftest import RunRanks
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(run_ranks: RunRanks, tmp_path: Path) -> None:
     alone, split = check_equals_one_process(run_ranks, tmp_path, "pipeline", "gpt2", 2)
     assert all(rank["gpt2"]["held"] < 0.7 * alone["gpt2"]["held"] for rank in split)
@@ -67,6 +68,7 @@ leave()
 )
 
 
+@pytest.mark.slow
 def test_any_chain_of_blocks_and_any_shape_of_batches(run_ranks: RunRanks, tmp_path: Path) -> None:
     import torch
 

@@ -201,6 +201,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.first_case
 def test_scripts_that_cannot_be_shared_are_refused(tmp_path: Path, python: Python, name: str) -> None:
     """Before any exchange, so that one rank of two shows it."""
     lines, said = REFUSED[name]
@@ -236,6 +237,7 @@ def test_scripts_that_cannot_be_shared_are_refused(tmp_path: Path, python: Pytho
         (["--devices", "2", "--prove", "--all-ranks-write"], "--all-ranks-write with --prove"),
     ],
 )
+@pytest.mark.first_case
 def test_options_that_mean_nothing_are_refused(tmp_path: Path, python: Python, options: list[str], said: str) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
     ended = python("-m", "flatout", "run", *options, "train.py", cwd=tmp_path)

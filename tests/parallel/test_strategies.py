@@ -79,6 +79,7 @@ def alone() -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp"])
+@pytest.mark.first_case
 def test_two_ranks_train_what_one_trains_and_continue_with_another_number(
     run_ranks: RunRanks, tmp_path: Path, alone: dict[str, dict], kind: str
 ) -> None:
@@ -291,6 +292,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_gradients_are_sent_in_16_bits_where_that_is_asked_for(run_ranks: RunRanks) -> None:
     assert run_ranks(COMPRESSED, 2) == [(0, "True\n", "")] * 2
     for code, _, errors in run_ranks(COMPRESSED.replace("fp16", "bf16"), 2):

@@ -14,6 +14,7 @@ from tests.parallel.split_training import MODELS, check_equals_one_process
 from tests.train.conftest import RunRanks
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(run_ranks: RunRanks, tmp_path: Path) -> None:
     alone, split = check_equals_one_process(run_ranks, tmp_path, "tensor", "gpt2", 2)
     assert all(rank["gpt2"]["held"] < 0.6 * alone["gpt2"]["held"] for rank in split)
@@ -336,6 +337,7 @@ leave()
 )
 
 
+@pytest.mark.slow
 def test_the_loss_of_scores_that_no_rank_has_whole(run_ranks: RunRanks, tmp_path: Path) -> None:
     for ranks in (1, 3):
         assert (

@@ -383,6 +383,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = command(tmp_path, "--device", "h100", "--device", "t4", "--price", "t4=0.35", "--json", "train.py")

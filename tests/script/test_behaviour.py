@@ -1076,6 +1076,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(("dtype", "units"), [(torch.bfloat16, 1024), (torch.bfloat16, 20), (torch.float32, 1024)])
+@pytest.mark.first_case
 def test_lstm_layers_in_16_bits_are_tried(dtype: torch.dtype, units: int) -> None:
     """With 1,024 units oneDNN's gradients are wrong on a processor with AMX."""
     model = Recurrent(units)

@@ -104,6 +104,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("source", SCRIPTS.values(), ids=SCRIPTS.keys())
+@pytest.mark.first_case
 def test_a_script_cannot_tell(source: str, write: Callable[..., Path], run_both: Callable[..., Any]) -> None:
     write("train.py", source)
     both = run_both(["train.py"], stdin="one\ntwo\nthree\n")
@@ -124,6 +125,7 @@ def test_a_script_cannot_tell(source: str, write: Callable[..., Path], run_both:
         ["-m", "single"],
     ],
 )
+@pytest.mark.first_case
 def test_names_and_places(
     command: list[str], write: Callable[..., Path], run_both: Callable[..., Any], tmp_path: Path
 ) -> None:

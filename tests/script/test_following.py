@@ -81,12 +81,14 @@ def test_each_process_that_trains_has_a_row(method: str, tmp_path: Path, python:
     assert (seen["steps"], "no-step" in names, "straggler" in names) == (0, False, True)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_its_last_record(tmp_path: Path, python: Python) -> None:
     done, seen = trained(tmp_path, python, "fork", "kill")
     assert done.stdout.startswith("[0, -9]")
     assert [(one["rank"], one["ended"]) for one in seen["processes"]] == [(0, True), (1, False)]
 
 
+@pytest.mark.slow
 def test_that_the_plan_is_not_applied_there_is_said(tmp_path: Path, python: Python) -> None:
     (tmp_path / "flatout.toml").write_text(Plan(optimizer="fused").to_toml())
     done, seen = trained(tmp_path, python, "fork", "", options=["--trust-plan"])

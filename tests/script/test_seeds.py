@@ -35,6 +35,7 @@ print(json.dumps([drawn, seeds.unseeded]))
 """
 
 
+@pytest.mark.slow
 def test_unseeded_generators_repeat_and_seeded_ones_stay_as_they_are(tmp_path: Path, python: Python) -> None:
     """Once in a process that loads its libraries afterwards, and once in one that has them."""
     (tmp_path / "draws.py").write_text(DRAWS)

@@ -18,6 +18,7 @@ from flatout.script.profile_trial import command_of, full
 from flatout.script.rank_answers import SETTINGS, RankAnswer, RankWatch, write_settings
 from flatout.script.trial.messages import Command
 from flatout.script.watched_rank import WatchedRank
+from flatout.torch_private.loading import BaseIterator
 
 Steps = Callable[[int], None]
 
@@ -116,7 +117,7 @@ def test_the_folder_says_whether_a_process_is_watched(tmp_path: Path, monkeypatc
 
 
 def test_the_memory_of_a_rank_is_told_and_nothing_of_ours_stays(rank: int, steps: Steps, tmp_path: Path) -> None:
-    hooks, step = len(module_hooks()), torch.optim.SGD.step
+    hooks, step, fetch = len(module_hooks()), torch.optim.SGD.step, BaseIterator.__next__
     WatchedRank(told(tmp_path, {"do": "memory", "steps": 6}))
     for _ in range(2 + 6):  # warm-up, then those asked for
         assert answer_of(tmp_path) is None
@@ -130,7 +131,7 @@ def test_the_memory_of_a_rank_is_told_and_nothing_of_ours_stays(rank: int, steps
     use: Any = found["use"]
     assert use["peak"]["categories"]["weights"] == 4 * (8 * 8 + 8)
     assert found["peak_resident_bytes"] > use["peak"]["size_bytes"]
-    assert (len(module_hooks()), torch.optim.SGD.step) == (hooks, step)
+    assert (len(module_hooks()), torch.optim.SGD.step, BaseIterator.__next__) == (hooks, step, fetch)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     steps(3)
 

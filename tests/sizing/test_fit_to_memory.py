@@ -77,6 +77,7 @@ def peak(plan: Plan, make: Any = training) -> int:
 @pytest.mark.parametrize(
     ("share", "make"), [(0.6, plain_training), pytest.param(0.85, training, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_the_plan_stays_under_the_budget(share: float, make: Any) -> None:
     model, optimizer, batch = make()
     before = [one.clone() for one in model.parameters()]
@@ -142,6 +143,7 @@ def test_bad_budgets() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 5))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -197,6 +199,7 @@ def test_moments_in_8_bits_are_considered_where_they_may_be() -> None:
         )
 
 
+@pytest.mark.slow
 def test_what_is_not_considered_is_said() -> None:
     model, _, batch = wide_training()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -206,6 +209,7 @@ def test_what_is_not_considered_is_said() -> None:
     assert "not considered: activation_offload: on a CPU" in str(found)
 
 
+@pytest.mark.slow
 def test_updates_in_backward_are_not_considered_where_a_hook_could_look_in_between() -> None:
     model, optimizer, batch = plain_training()
     optimizer.register_step_post_hook(lambda *_: None)  # a copy, of which the forecast is, has none

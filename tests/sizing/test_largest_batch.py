@@ -97,6 +97,7 @@ def test_a_fresh_optimizer_has_no_state_afterwards() -> None:
     assert all(one.grad is None for one in model.parameters())
 
 
+@pytest.mark.slow
 def test_sizes_asked_for() -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())

@@ -112,6 +112,7 @@ def test_a_size_at_which_the_script_fails_is_left_out(tmp_path: Path) -> None:
     ],
     ids=["by hand", "workers", "batch sampler", "no batches"],
 )
+@pytest.mark.first_case
 def test_batches_that_cannot_be_varied_from_outside_are_refused(tmp_path: Path, loader: str, said: str) -> None:
     with pytest.raises(ScriptError, match=said) as caught:
         curve(write(tmp_path, loader=loader))

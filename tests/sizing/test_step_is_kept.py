@@ -142,6 +142,7 @@ def check(plan: Plan, question: str, *, clip_norm: float | None = None) -> None:
         ),
     ],
 )
+@pytest.mark.first_case
 def test_it_trains_on_to_the_same_bits(plan: Plan, question: str) -> None:
     check(plan, question)
 
@@ -153,6 +154,7 @@ def test_it_trains_on_to_the_same_bits(plan: Plan, question: str) -> None:
         pytest.param(Plan(precision="bf16", optimizer="fused"), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_so_it_does_where_measures_were_timed(plan: Plan) -> None:
     check(plan, "fit_to_memory")
 
@@ -164,6 +166,7 @@ def test_with_clipping() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what compiling looks at
 @pytest.mark.skipif(not compiler_is_there(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("question", ["forecast", pytest.param("largest_batch", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_compiled_code_stays_in_use(question: str) -> None:
     from torch._inductor import config
 
@@ -218,6 +221,7 @@ def test_copies_of_moments_in_8_bits_can_be_trained() -> None:
     ],
     ids=str,
 )
+@pytest.mark.first_case
 def test_levers_are_counted_once(plan: dict[str, Any]) -> None:
     """A step in use is forecast as a new one is."""
     new, used = made(Plan(**plan)), made(Plan(**plan))

@@ -30,6 +30,7 @@ def test_digits_are_learnt_resumed_and_evaluated(tmp_path: Path, python: Python)
     assert re.match(r"step \d+: test loss", best)
 
 
+@pytest.mark.slow
 def test_characters_are_learnt_and_resumed(tmp_path: Path, python: Python) -> None:
     small = ("--characters", "30000", "--width", "32", "--layers", "1", "--block", "32")
     assert run(python, "char_lm.py", tmp_path, "--steps", "20", *small).startswith("20 steps\n")

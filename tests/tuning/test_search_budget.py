@@ -190,6 +190,7 @@ def test_a_silent_trial_ends_soon_after_the_search_was_stopped(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_steps_are_interrupted_soon_after_the_time_is_over(tmp_path: Path) -> None:
     clock = Clock()
     deadline = Deadline(10.0, clock=clock)

@@ -85,6 +85,7 @@ def planted_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("planted_only", "brief", "pretended_sleep")
+@pytest.mark.slow
 def test_each_planted_lever_goes_for_its_own_reason_and_nothing_of_the_users_moves() -> None:
     scheduled = torch.optim.lr_scheduler.OneCycleLR
     step = training(Plan(micro_batches=2).with_choice("nonfinite", "raise", "mine"), slow_loss, clip_norm=1.0)

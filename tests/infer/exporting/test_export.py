@@ -61,6 +61,7 @@ SLOW = ("Bert", "ConvNet", "LSTM", "ResNet")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
+@pytest.mark.first_case
 def test_our_models_in_every_format_but_the_compiled(name: str, tmp_path: Path) -> None:
     model, example = CASES[name]()
     report = export(model, example, tmp_path / "net", format=["pt2", "onnx", "torchscript"])
@@ -80,6 +81,7 @@ def test_our_models_in_every_format_but_the_compiled(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["GPT2", pytest.param("Bert", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_length_may_vary_within_the_positions(name: str, tmp_path: Path) -> None:
     model, example = CASES[name]()
     formats: tuple[Format, ...] = ("pt2", "onnx") if name == "Bert" else ("pt2",)
@@ -129,6 +131,7 @@ def _packaged(program: torch.export.ExportedProgram, *, package_path: str) -> No
         ("with a size", ["y"], "output['shape'], a Size, is left out: a file returns tensors"),
     ],
 )
+@pytest.mark.first_case
 def test_outputs_without_anybody_s_class(kind: str, names: list[str], note: str, tmp_path: Path) -> None:
     import onnxruntime
 
@@ -217,6 +220,7 @@ def test_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", pytest.param("BERT", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_transformers_models(tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 50, "bos_token_id": None, "eos_token_id": None}

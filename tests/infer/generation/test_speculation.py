@@ -116,6 +116,7 @@ TRUNCATIONS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "min_p": 0.1}]
 
 @pytest.mark.parametrize("choice", TRUNCATIONS)
 @pytest.mark.parametrize("likeness", ["another", "like", "same"])
+@pytest.mark.first_case
 def test_a_drafts_guesses_leave_the_models_distribution(choice: dict[str, Any], likeness: str) -> None:
     rows, guesses = 12_000, 3
     sampling = Sampling(temperature=1.0, **choice)

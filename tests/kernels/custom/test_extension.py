@@ -51,6 +51,7 @@ def needs_compiler() -> None:
         pytest.skip("no C++ compiler")
 
 
+@pytest.mark.slow
 def test_a_source_is_built_once_and_again_after_a_change_of_its_header(tmp_path: Path, stages: list[str]) -> None:
     needs_compiler()
     source, header = tmp_path / "scaled.cpp", tmp_path / "factor.h"

@@ -95,6 +95,7 @@ def test_they_end_with_whoever_is_told_to_end_the_trial(start: Any, way: str) ->
 
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.first_case
 def test_the_processor_time_that_they_used_is_the_trials(start: Any, way: str, told: bool) -> None:
     """Or a tune says that others kept the machine busy."""
 

@@ -72,6 +72,7 @@ def trial(folder: Path, script: str, server: ForkServer | None) -> TrialProcess:
     return TrialProcess(TrialSetup(target=target, work_folder=folder / "work", fork_server=server))
 
 
+@pytest.mark.slow
 def test_a_script_sees_a_new_process(tmp_path: Path, server: ForkServer) -> None:
     with trial(tmp_path, LOOKS + STEPS, server) as forked:
         forked.start()
@@ -95,6 +96,7 @@ def test_its_numbers_are_those_of_a_new_process(tmp_path: Path, server: ForkServ
     assert forked["unseeded"] == []
 
 
+@pytest.mark.slow
 def test_windows_are_compared_in_new_processes(tmp_path: Path, server: ForkServer) -> None:
     forked = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path, fork_server=server)
     assert forked.spared_seconds() == server.load_seconds > 0.0
@@ -113,6 +115,7 @@ def test_windows_are_compared_in_new_processes(tmp_path: Path, server: ForkServe
         ("import sys; sys.path.insert(0, 'elsewhere')", "elsewhere/numpy.py", "its path leads to "),
     ],
 )
+@pytest.mark.first_case
 def test_what_needs_a_process_of_its_own_gets_one(
     tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch, before: str, file: str, obstacle: str
 ) -> None:
@@ -148,6 +151,7 @@ def test_a_script_that_sets_variables_for_torch_runs(tmp_path: Path, server: For
         server.obstacle = ""
 
 
+@pytest.mark.slow
 def test_ends_are_told(tmp_path: Path, server: ForkServer) -> None:
     with trial(tmp_path, "import torch\nraise ValueError('no')", server) as process:
         with pytest.raises(TrialEnded) as ended:

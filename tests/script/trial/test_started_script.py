@@ -75,6 +75,7 @@ def numbers(trial: TrialProcess, steps: int = 6) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_each_fork_computes_what_the_script_does(tmp_path: Path, threads: int) -> None:
     """Weights, generators and the position in a file are those of the first step, whatever other forks have done."""
     setup = setup_of(tmp_path, threads=threads)
@@ -97,6 +98,7 @@ def test_each_fork_computes_what_the_script_does(tmp_path: Path, threads: int) -
     assert sorted(logs) == ["", "", "started\n", "started\n"]  # the first of them was not to be forked
 
 
+@pytest.mark.slow
 def test_several_live_side_by_side_and_end_by_themselves(tmp_path: Path) -> None:
     with started_once(setup_of(tmp_path)) as forks, forks.trial() as one, forks.trial() as other:
         one.start()
@@ -112,6 +114,7 @@ def test_several_live_side_by_side_and_end_by_themselves(tmp_path: Path) -> None
     assert list(forks.work_folder.glob("*/scratch")) == []
 
 
+@pytest.mark.slow
 def test_with_what_they_were_forked_from_they_end(tmp_path: Path) -> None:
     setup = setup_of(tmp_path)
     with started_once(setup) as forks:
@@ -157,6 +160,7 @@ PROGRESS = "import tqdm; tqdm.tqdm.monitor_interval = 0.01; bar = tqdm.tqdm(rang
         ("torch.cuda.device_count = lambda: 1", "a thread for each GPU"),
     ],
 )
+@pytest.mark.first_case
 def test_what_cannot_be_forked_says_why_and_goes_on(tmp_path: Path, before: str, obstacle: str) -> None:
     with setup_of(tmp_path, before).trial() as trial:
         trial.start()
@@ -188,6 +192,7 @@ def test_where_there_is_an_obstacle_each_trial_starts_the_script(tmp_path: Path)
         ("open(os.devnull, 'w').write('x'); __import__('tempfile').TemporaryFile()", ""),
     ],
 )
+@pytest.mark.first_case
 def test_where_a_fork_writes_the_next_trial_starts_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: str, wrote: str
 ) -> None:
@@ -256,6 +261,7 @@ def planted_setup(folder: Path, each: str = "", before: str = "") -> TrialSetup:
     return replace(setup_of(folder, before, each), levers=f"{__file__}:PLANTED")
 
 
+@pytest.mark.slow
 def test_only_what_has_to_be_on_before_the_first_step_needs_a_start_of_its_own(
     tmp_path: Path, spawned: list[str]
 ) -> None:
@@ -387,6 +393,7 @@ def test_all_that_wait_are_closed_although_closing_one_fails() -> None:
     assert sorted(closed) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_script_that_ignores_the_end_of_its_children_is_not_forked(tmp_path: Path) -> None:
     setup = setup_of(tmp_path, before="import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
     with started_once(setup) as forks, forks.trial() as trial:

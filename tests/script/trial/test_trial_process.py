@@ -42,6 +42,7 @@ def started(folder: Path, before: str, terminal_size: tuple[int, int] | None) ->
 
 
 @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_script_that_measures_its_terminal_finds_one(
     tmp_path: Path, forked: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -109,6 +110,7 @@ def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_an_end_without_pythons_own_is_told(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP.format(before="") + "    if step == 4: os._exit(3)\n")
@@ -122,6 +124,7 @@ def test_an_end_without_pythons_own_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(("steps", "made", "status"), [(6, 6, None), (40, 10, 7)])
+@pytest.mark.first_case
 def test_a_command_that_holds_from_the_first_line_has_one_answer_and_the_scripts_end_if_that_comes_first(
     tmp_path: Path, steps: int, made: int, status: int | None
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_command_that_holds_from_the_first_line_has_one_answer_and_the_scripts
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import socket\nsocket.create_connection(('192.0.2.1', 80))\n")
@@ -210,6 +214,7 @@ def test_long_starts_that_leave_cores_idle_go_side_by_side(
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_a_plain_start_is_timed_with_the_cores_that_it_kept_busy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(0.5)\n" + PLAIN)
     setup = TrialSetup(target=Target(path=str(tmp_path / "train.py")), work_folder=tmp_path)
@@ -236,6 +241,7 @@ for epoch in range(1000):
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_a_peak_is_never_that_of_an_epochs_short_last_batch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SHORT_LAST)
@@ -293,6 +299,7 @@ def test_a_script_first_waits_for_commands_where_no_graph_of_a_later_backward_pa
     ],
     ids=["a hook of its own", "an exit in a handler"],
 )
+@pytest.mark.first_case
 def test_a_failure_is_no_end_however_the_script_shows_it(tmp_path: Path, before: str, fails: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP.format(before=before) + f"    if step == 4: {fails}\n")

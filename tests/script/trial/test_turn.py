@@ -36,6 +36,7 @@ def test_one_has_the_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_a_trial_waits_with_its_first_steps(tmp_path: Path) -> None:
     from flatout.script.entry import Target
     from flatout.script.trial.setup import TrialSetup
