@@ -43,7 +43,7 @@ def tune_text(result: Tuned, option: BudgetOption = seconds_argument) -> str:
     rows += [("result", on_one + _result(result, option))]
     rows += [("", line) for line in reach_lines(result.state, option)]
     rows += [("", line) for line in _whole_run(result.whole)]
-    rows += [("memory", line) for line in ([] if fit is None else fit_lines(fit))]
+    rows += labelled("memory", ([] if fit is None else fit_lines(fit)) + _resident_lines(result))
     rows += [("", line) for line in proof_lines(result.proof)]
     if result.devices is not None:
         rows += tuned_lines(result.devices, option)
@@ -130,6 +130,15 @@ def fit_lines(found: Fit) -> list[str]:
         return [f"a step's tensors took {plain}; {unknown}"]
     verdict = "within" if found.holds else "NOT within"
     return [f"a step's tensors take {plain} -> {format_bytes(found.planned_bytes)}, {verdict} {limit}"]
+
+
+def _resident_lines(result: Tuned) -> list[str]:
+    """The memory of the whole process; none where it was not measured."""
+    peaks = result.peak_resident_bytes
+    if peaks is None or not result.state.kept:
+        return []
+    plain, planned, total = (format_bytes(size) for size in (*peaks, result.machine.memory_total_bytes))
+    return [f"peak of the process {plain} -> {planned}, of {total}"]
 
 
 def proof_lines(proof: Proof | None) -> list[str]:
@@ -239,6 +248,7 @@ def _final(result: Tuned) -> dict[str, object]:
         "startup_seconds": result.final.startup_seconds,
         "baseline_medians": list(result.final.baseline_medians),
         "candidate_medians": list(result.final.candidate_medians),
+        "peak_resident_bytes": result.peak_resident_bytes,
     }
 
 

@@ -186,6 +186,13 @@ class Tuned:
         return self.state.fit is None or self.state.fit.holds
 
     @property
+    def peak_resident_bytes(self) -> tuple[int, int] | None:
+        """Of the last comparison's processes, (plain, planned); None where they were not compared in processes of their
+        own, and where the tensors are on a GPU."""
+        on_cpu = self.state.first_observed.device.startswith("cpu")
+        return None if self.final is None or not on_cpu else self.final.peak_resident_bytes
+
+    @property
     def baseline_seconds(self) -> float | None:
         return self.final.baseline_seconds if self.final else self.state.first_observed.step_seconds
 

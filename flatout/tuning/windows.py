@@ -145,6 +145,8 @@ class Pairing:
     baseline_medians: tuple[float, ...] = ()
     candidate_medians: tuple[float, ...] = ()
     leak_bytes_per_step: float = 0.0
+    peak_resident_bytes: tuple[int, int] | None = None
+    """(baseline, candidate), where each has a process of its own."""
 
 
 class RolledBackInside(TrialError):
@@ -188,6 +190,7 @@ def compare_arms(
         began = time.monotonic()
     pairs = collected if collected is not None else []
     resident: list[tuple[int, int]] = []
+    peaks: tuple[int, int] | None = None
     turn = late_graphs = 0
     while True:
         turns: list[tuple[float, float]] = []
@@ -201,6 +204,7 @@ def compare_arms(
                 late_graphs += late > 0
                 startup, began = startup + late, began + late * (not pace.counts_warm_up)
             resident.append((ours.resident_bytes, theirs.resident_bytes))
+            peaks = _peaks_of_processes(baseline, ours, candidate, theirs)
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):
                 pace = pace.in_one_turn()
         pairs.append(pair_of_turns(turns))
@@ -218,7 +222,14 @@ def compare_arms(
         baseline_medians=tuple(pair[0] for pair in pairs),
         candidate_medians=tuple(pair[1] for pair in pairs),
         leak_bytes_per_step=leak,
+        peak_resident_bytes=peaks,
     )
+
+
+def _peaks_of_processes(baseline: Arm, ours: Window, candidate: Arm, theirs: Window) -> tuple[int, int] | None:
+    if baseline.process is candidate.process or ours.peak_resident_bytes is None or theirs.peak_resident_bytes is None:
+        return None
+    return ours.peak_resident_bytes, theirs.peak_resident_bytes
 
 
 def _one_turn(baseline: Arm, candidate: Arm, pace: Pace, number: int) -> tuple[Window, Window]:

@@ -24,7 +24,8 @@ SCRIPT = Target(path="train.py", arguments=("--lr", "1"))
 STEP = StepSubject(model="MLP", batches=5)
 FASTER = Comparison(ratio=1.5, low=1.4, high=1.6, confidence=0.95, pairs=8, verdict="faster")
 FINAL = Pairing(comparison=FASTER, baseline_seconds=0.03, candidate_seconds=0.02, startup_seconds=None,
-                baseline_medians=(0.03,) * 8, candidate_medians=(0.02,) * 8)  # fmt: skip
+                baseline_medians=(0.03,) * 8, candidate_medians=(0.02,) * 8,
+                peak_resident_bytes=(1 << 30, 3 << 30))  # fmt: skip
 
 
 def result(subject: Target | StepSubject, state: SearchState, final: Pairing | None = None) -> TuneResult:
@@ -60,8 +61,10 @@ def test_what_was_kept_has_a_speedup_with_its_interval(subject: Target | StepSub
     assert found.speedup == FASTER
     assert found.reason == ""
     assert f"x1.50 ±0.10 (30 ms -> 20 ms, {where}, 8 window pairs)" in found.summary()
+    assert "memory    peak of the process 1 GiB -> 3 GiB, of 23.5 GiB" in found.summary()
     document = json.loads(json.dumps(found.to_json()))
     assert document["speedup"]["low"] == 1.4
+    assert document["final"]["peak_resident_bytes"] == [1 << 30, 3 << 30]
     assert document["measurement"]["samples_seconds"] == [0.02] * 8
     assert ("script" in document) is (subject is SCRIPT)
 

@@ -186,6 +186,7 @@ def numerics(rank: int, **changed: Any) -> dict[str, Any]:
         "ended": False,
         "unseeded": [],
         "resident_bytes": 100,
+        "peak_resident_bytes": 300,
         "rolled_back": [],
         **changed,
     }
@@ -202,7 +203,7 @@ def test_numbers_of_ranks_are_those_of_all_of_them() -> None:
     assert found.unseeded == ("train.py:3",)
     assert [check.step for check in found.checks] == [0]  # that both have
     assert [(one.name, one.error) for one in found.checks[0].gradients] == [("weight", 0.0), ("rank 1: weight", 0.1)]
-    assert answer["resident_bytes"] == 200
+    assert (answer["resident_bytes"], answer["peak_resident_bytes"]) == (200, 600)
 
 
 def test_a_peak_is_that_of_the_rank_with_the_largest() -> None:

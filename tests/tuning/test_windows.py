@@ -33,6 +33,7 @@ class Pretended:
         self.order: list[bool] = []
         self.switching = 0.0
         self.resident, self.draw = 1 << 30, random.Random(0)
+        self.peak: int | None = 2 << 30
 
     def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
         on = bool(choices)
@@ -45,6 +46,7 @@ class Pretended:
             settle_seconds=(base + slow, *(base for _ in range(settle - 1))),
             apply_seconds=self.switching,
             resident_bytes=self.resident,
+            peak_resident_bytes=self.peak,
             rolled_back={"faster": self.rolled_back} if self.rolled_back and on else {},
         )
 
@@ -61,6 +63,15 @@ def test_faster_and_in_turns() -> None:
     assert process.order[1:7] == [False, True, True, False, False, True]
     assert pairing.comparison.pairs < PACE.most_pairs
     assert pairing.leak_bytes_per_step == 0
+
+
+def test_peaks_are_those_of_processes_of_their_own() -> None:
+    one, other = Pretended(0.005), Pretended(0.005)
+    other.peak = 3 << 30
+    assert compare_arms(*arms(one), PACE, CHOICE).peak_resident_bytes is None
+    assert compare_arms(Arm(one), Arm(other, [CHOICE]), PACE, CHOICE).peak_resident_bytes == (2 << 30, 3 << 30)
+    other.peak = None
+    assert compare_arms(Arm(one), Arm(other, [CHOICE]), PACE, CHOICE).peak_resident_bytes is None
 
 
 class Compiling(Faster):

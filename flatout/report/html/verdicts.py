@@ -100,6 +100,8 @@ def _on_one_device(doc: Part) -> Verdict:
     lines = []
     if fit:
         lines.append(("memory", _fit(fit)))
+    if len(peaks := doc.at("final").numbers("peak_resident_bytes")) == 2:
+        lines.append(("memory", f"peak of the process {format_bytes(peaks[0])} → {format_bytes(peaks[1])}"))
     if numbers := proof_line(doc.at("proof")):
         lines.append(("numbers", numbers))
     lines += [("whole run", text) for text in [_whole_run(doc.at("whole_run"))] if text]

@@ -33,6 +33,8 @@ class Window:
     settle_seconds: tuple[float, ...]
     apply_seconds: float
     resident_bytes: int
+    peak_resident_bytes: int | None = None
+    """Of the process so far; None: it is not the arm's own."""
     rolled_back: dict[str, str] = field(default_factory=dict)
     """Lever name -> why it was rolled back in the process."""
     samples: tuple[int | None, ...] = ()

@@ -121,6 +121,7 @@ class CommandedTrial:
             settle_seconds=tuple(answer["settle_seconds"]),
             apply_seconds=answer["apply_seconds"],
             resident_bytes=answer["resident_bytes"],
+            peak_resident_bytes=answer["peak_resident_bytes"],
             rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
             samples=tuple(answer["samples"]),
         )

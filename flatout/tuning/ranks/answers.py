@@ -18,11 +18,11 @@ def as_one(answers: Sequence[Any]) -> Any:  # JSON
     if first["event"] == "numerics":
         first |= numbers_of_all(answers)
     if "resident_bytes" in first:
-        first["resident_bytes"] = sum(one["resident_bytes"] for one in answers)
+        for resident in ("resident_bytes", "peak_resident_bytes"):
+            first[resident] = sum(one[resident] for one in answers)
         first["rolled_back"] = list(chain.from_iterable(one["rolled_back"] for one in answers))
     if first["event"] == "peak":
         first["peak_bytes"] = most_of([one["peak_bytes"] for one in answers])
-        first["peak_resident_bytes"] = sum(one["peak_resident_bytes"] for one in answers)
         first["incidents"] = list(chain.from_iterable(one["incidents"] for one in answers))
     return first
 

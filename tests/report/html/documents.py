@@ -52,6 +52,7 @@ TUNE = {
         "startup_seconds": 0.1,
         "baseline_medians": [0.0123, 0.0125, 0.0121, 0.0124],
         "candidate_medians": [0.0085, 0.0086, 0.0084, 0.0085],
+        "peak_resident_bytes": [1 << 30, 3 << 29],
     },
     "proof": {
         "verdict": "bit-identical",

@@ -79,6 +79,7 @@ def test_the_verdict_comes_first(page: Page) -> None:
     headings = [attributes for tag, attributes in page.elements if tag == "h2"]
     assert headings[0]["class"] == "headline good"
     assert page.text.index("1.44 times as fast") < page.text.index("Before and after")
+    assert "peak of the process 1 GiB → 1.5 GiB" in page.text
     said = " ".join(page.text.split())
     for expected in (
         "12.3 ms → 8.5 ms a step, 95 % interval ×1.40 to ×1.48, 8 pairs",
