@@ -395,7 +395,7 @@ class TrainingSearch(Search[Choice]):
         gain."""
         try:
             if self.few is None:
-                seen = self._main().breakdown(self._live(), steps=OBSERVED_STEPS // 2)
+                seen = self._main().breakdown(self._live(), steps=self._steps_to_look_again())
             else:
                 with self._started(self._from_start()) as fresh:
                     seen = fresh.breakdown(self._live(), steps=self.few.compared)
@@ -409,6 +409,10 @@ class TrainingSearch(Search[Choice]):
             breakdown_seconds=seen.breakdown_seconds,
             page_faults_per_step=seen.page_faults_per_step,
         )
+
+    def _steps_to_look_again(self) -> int:
+        affordable = OBSERVATION_SHARE * self._remaining() / (self.state.observed.step_seconds or 0.01)
+        return max(2, min(OBSERVED_STEPS // 2, int(affordable)))
 
     # trials
 

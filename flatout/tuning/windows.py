@@ -36,7 +36,10 @@ MOST_TURNS, MOST_WINDOW_STEPS, LEAST_WINDOW_STEPS = 6, 60, 4
 """A window has at least a few steps, as some after each switch are not counted."""
 SETTLES_BELOW_SECONDS = (0.05, 1.0)
 """Where steps are shorter than each of these, one more step after a switch is not counted: what a switch leaves in
-caches and allocators is no share of a long step."""
+caches and allocators is rarely a share of a long step."""
+FIRST_SLOWER = 1.15
+"""Times the usual step: where a long step after a switch takes longer, it is that share, and is not counted either. An
+allocator that keeps its memory faults it in again where copies in one process take turns: 0.8 s of a step of 1.4 s."""
 WARMS_BELOW_SECONDS = (0.2, 0.2, 5.0)
 """The same for the first steps under a lever, which allocate, load kernels or compile."""
 SWITCH_SHARE = 0.1
@@ -183,9 +186,10 @@ def compare_arms(
     """
     began = time.monotonic()
     tried = tried_in(candidate, baseline, choice)
-    startup, _ = warm_up(candidate, pace, tried)
+    startup, usual = warm_up(candidate, pace, tried)
+    sides = _Side(baseline, pace.settle), _Side(candidate, pace.settle, usual)
     if baseline.process is not candidate.process:
-        warm_up(baseline, pace)
+        _, sides[0].usual_seconds = warm_up(baseline, pace)
     if not pace.counts_warm_up:
         began = time.monotonic()
     pairs = collected if collected is not None else []
@@ -195,7 +199,7 @@ def compare_arms(
     while True:
         turns: list[tuple[float, float]] = []
         while len(turns) < pace.turns:
-            ours, theirs = _one_turn(baseline, candidate, pace, turn)
+            ours, theirs = _one_turn(sides, pace, turn)
             raise_if_rolled_back(theirs, tried)
             turn += 1
             turns.append((median(ours.seconds), median(theirs.seconds)))
@@ -232,12 +236,33 @@ def _peaks_of_processes(baseline: Arm, ours: Window, candidate: Arm, theirs: Win
     return ours.peak_resident_bytes, theirs.peak_resident_bytes
 
 
-def _one_turn(baseline: Arm, candidate: Arm, pace: Pace, number: int) -> tuple[Window, Window]:
-    """A window of each; the order alternates."""
-    order = (baseline, candidate) if number % 2 == 0 else (candidate, baseline)
-    first = order[0].window(settle=pace.settle, steps=pace.steps)
-    second = order[1].window(settle=pace.settle, steps=pace.steps)
-    return (first, second) if order[0] is baseline else (second, first)
+@dataclass
+class _Side:
+    """An arm, and the steps after a switch to it that are not counted."""
+
+    arm: Arm
+    settle: int
+    usual_seconds: float | None = None
+    """Of a step that follows others; None: unknown, as the process has run no such steps for this comparison."""
+
+    def window(self, steps: int) -> Window:
+        found = self.arm.window(settle=self.settle, steps=steps)
+        if self.settle or self.usual_seconds is None or found.seconds[0] < FIRST_SLOWER * self.usual_seconds:
+            return found
+        self.settle = 1
+        return self.arm.window(settle=self.settle, steps=steps)
+
+
+def _one_turn(sides: tuple[_Side, _Side], pace: Pace, number: int) -> tuple[Window, Window]:
+    """A window of (baseline, candidate); the order alternates."""
+    baseline, candidate = sides
+    if number % 2:
+        theirs, ours = candidate.window(pace.steps), baseline.window(pace.steps)
+    else:
+        ours, theirs = baseline.window(pace.steps), candidate.window(pace.steps)
+    if baseline.arm.process is candidate.arm.process:  # what is slow to switch on may be slow to switch off
+        baseline.settle = candidate.settle
+    return ours, theirs
 
 
 def compare_pairs(pairs: Sequence[tuple[float, float]], pace: Pace) -> Comparison:

@@ -145,6 +145,37 @@ def test_pairs_go_on_where_they_stopped() -> None:
     assert pairing.comparison.pairs == len(collected) > 6
 
 
+class FaultsMemoryIn(Pretended):
+    """The first step of a window takes longer with a choice on, and without one too where `both`."""
+
+    both = False
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
+        found = super().window(choices, settle=settle, steps=steps)
+        taken = [*found.settle_seconds[:settle], *found.seconds]
+        taken[0] += 1.0 if choices or self.both else 0.0
+        return replace(found, settle_seconds=tuple(taken[:settle]), seconds=tuple(taken[settle:]))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_first_step_of_long_steps_is_left_out_where_it_is_slow(both: bool) -> None:
+    process = FaultsMemoryIn(1.2, plain=2.4)
+    process.both = both
+    pairing = compare_arms(*arms(process), Pace(steps=1, settle=0, warm_steps=1), CHOICE)
+    assert pairing.candidate_seconds == pytest.approx(1.2, rel=0.01)
+    assert pairing.baseline_seconds == pytest.approx(2.4, rel=0.01)
+    assert pairing.comparison.verdict == "faster"
+
+
+def test_so_it_is_in_a_process_of_its_own() -> None:
+    plain, planned = FaultsMemoryIn(1.2, plain=2.4), FaultsMemoryIn(1.2, plain=2.4)
+    pairing = compare_arms(Arm(plain), Arm(planned, [CHOICE]), Pace(steps=1, settle=0, warm_steps=1), CHOICE)
+    assert pairing.candidate_seconds == pytest.approx(1.2, rel=0.01)
+    plain.order.clear()
+    compare_arms(Arm(plain), Arm(planned, [CHOICE]), Pace(steps=1, settle=0, warm_steps=1, most_pairs=3), CHOICE)
+    assert len(plain.order) == 1 + 3  # its steps are as fast after a switch: none is left out
+
+
 def test_warm_up_without_a_candidate() -> None:
     spent, usual = warm_up(Arm(Pretended(0.01, first=1.0)), PACE)  # type: ignore[arg-type]
     assert spent == pytest.approx(1.0, rel=0.01)
