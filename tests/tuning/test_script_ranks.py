@@ -292,7 +292,9 @@ def test_processes_that_end_before_a_first_step(group: Group, change: tuple[str,
 @needs_linux
 @pytest.mark.slow
 def test_the_script_says_why_a_process_that_it_started_has_failed(group: Group) -> None:
-    trial = group("if step == 4 and rank == 1: raise ValueError('broken')", spawns=True)
+    # The other rank comes late: where both have failed, torch may name the one that failed for want of the first.
+    breaks, late = "exec('raise ValueError(\"broken\")')", "__import__('time').sleep(5)"
+    trial = group(f"if step == 4: {breaks} if rank == 1 else {late}", spawns=True)
     trial.start()
     with pytest.raises(TrialEnded) as caught:
         trial.window([], settle=0, steps=30)
