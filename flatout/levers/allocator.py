@@ -45,8 +45,8 @@ class RetainMemory(Lever):
 
     Where the system gives huge pages on request, a heap that has grown is moved into them, between two calls of the
     model: it then takes fewer misses of the address cache to go through large tensors. The peak of the process may
-    grow, by half in BERT-base training and to twice as much in GPT-2's: freed pieces are rarely of the size that is
-    wanted next. `flatout tune` prints it before and after.
+    grow: under plans that have this, by half in BERT-base training and to twice as much in GPT-2's. `flatout tune`
+    prints it before and after.
     """
 
     name = "malloc retains memory"

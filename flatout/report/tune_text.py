@@ -135,7 +135,7 @@ def fit_lines(found: Fit) -> list[str]:
 def _resident_lines(result: Tuned) -> list[str]:
     """The memory of the whole process; none where it was not measured."""
     peaks = result.peak_resident_bytes
-    if peaks is None or not result.state.kept:
+    if peaks is None:
         return []
     plain, planned, total = (format_bytes(size) for size in (*peaks, result.machine.memory_total_bytes))
     return [f"peak of the process {plain} -> {planned}, of {total}"]

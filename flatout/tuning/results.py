@@ -187,10 +187,12 @@ class Tuned:
 
     @property
     def peak_resident_bytes(self) -> tuple[int, int] | None:
-        """Of the last comparison's processes, (plain, planned); None where they were not compared in processes of their
-        own, and where the tensors are on a GPU."""
+        """Of the last comparison's processes, (plain, planned); None where there is no speedup, where they were not
+        compared in processes of their own, and where the tensors are on a GPU."""
         on_cpu = self.state.first_observed.device.startswith("cpu")
-        return None if self.final is None or not on_cpu else self.final.peak_resident_bytes
+        if self.final is None or self.speedup is None or not on_cpu:
+            return None
+        return self.final.peak_resident_bytes
 
     @property
     def baseline_seconds(self) -> float | None:

@@ -194,7 +194,6 @@ def compare_arms(
         began = time.monotonic()
     pairs = collected if collected is not None else []
     resident: list[tuple[int, int]] = []
-    peaks: tuple[int, int] | None = None
     turn = late_graphs = 0
     while True:
         turns: list[tuple[float, float]] = []
@@ -208,7 +207,6 @@ def compare_arms(
                 late_graphs += late > 0
                 startup, began = startup + late, began + late * (not pace.counts_warm_up)
             resident.append((ours.resident_bytes, theirs.resident_bytes))
-            peaks = _peaks_of_processes(baseline, ours, candidate, theirs)
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):
                 pace = pace.in_one_turn()
         pairs.append(pair_of_turns(turns))
@@ -226,7 +224,7 @@ def compare_arms(
         baseline_medians=tuple(pair[0] for pair in pairs),
         candidate_medians=tuple(pair[1] for pair in pairs),
         leak_bytes_per_step=leak,
-        peak_resident_bytes=peaks,
+        peak_resident_bytes=_peaks_of_processes(baseline, ours, candidate, theirs),
     )
 
 

@@ -27,7 +27,6 @@ KILLS = 8  # in each of two ways of saving
 
 
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.slow), "asynchronous"])
-@pytest.mark.slow
 def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path, mode: str) -> None:
     chance = random.Random(mode)
     command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.saving_child", str(tmp_path), mode, str(KILLS)]

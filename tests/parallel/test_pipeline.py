@@ -68,7 +68,6 @@ leave()
 )
 
 
-@pytest.mark.slow
 def test_any_chain_of_blocks_and_any_shape_of_batches(run_ranks: RunRanks, tmp_path: Path) -> None:
     import torch
 

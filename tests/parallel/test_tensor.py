@@ -337,7 +337,6 @@ leave()
 )
 
 
-@pytest.mark.slow
 def test_the_loss_of_scores_that_no_rank_has_whole(run_ranks: RunRanks, tmp_path: Path) -> None:
     for ranks in (1, 3):
         assert (
