@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600.0
 """How long a rank waits in a collective for one that does not arrive."""
+THREADS_SECONDS = 5.0
+"""How long a process that ends waits at most for gloo's threads to be idle."""
+IDLE_LOOKS = 3
+"""They are idle when they are so in this many looks, 1 ms apart: one that waits for the GIL seems idle too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +128,30 @@ def _begin(timeout_seconds: float) -> None:
             limit="each connects to MASTER_ADDR and MASTER_PORT",
             remedy="start them with: flatout launch train.py",
         ) from error
-    atexit.register(_end)
+    atexit.register(end_ranks)
 
 
-def _end() -> None:
-    """Threads of gloo that are left at the interpreter's end may abort the process."""
+def end_ranks() -> None:
+    """End torch.distributed in this process, and wait for its threads; never raises. Nothing where it has not begun.
+
+    A thread of gloo that still lets go of the last collective's tensors while the interpreter ends aborts the process
+    ("terminate called without an active exception", pytorch/pytorch#190489). The threads end with the last reference
+    to the group. A model that holds it may be in a cycle, or live to the end of the process.
+    """
     from torch import distributed
 
-    if distributed.is_initialized():
-        with contextlib.suppress(Exception):
-            distributed.destroy_process_group()
+    from flatout.torch_private.ranks import gloo_works
+
+    if not distributed.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        distributed.destroy_process_group()
+    gc.collect()
+    end = time.monotonic() + THREADS_SECONDS
+    idle = 0
+    while idle < IDLE_LOOKS and time.monotonic() < end:
+        time.sleep(0.001)  # lets go of the GIL, which they need
+        idle = 0 if gloo_works() else idle + 1
 
 
 def _device(local_rank: int) -> torch.device:

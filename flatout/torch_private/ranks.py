@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.torch_private.lookup import private
@@ -22,3 +24,16 @@ pretended_store: Callable[[], Store] = private("torch.testing._internal.distribu
 """For the process group "fake", whose collectives move nothing; importing it registers that group."""
 
 default_store: Callable[[], Store] = private("torch.distributed.distributed_c10d._get_default_store")
+
+
+def gloo_works() -> bool:
+    """Is one of gloo's threads in this process running, or about to? False where the system does not show threads.
+
+    Theirs are named "pt_gloo_runloop" (torch 2.13).
+    """
+    for task in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+            if name == "pt_gloo_runloop" and rest.split()[0] != "S":
+                return True
+    return False

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import environment
 from flatout.errors import MachineError, describe_error
-from flatout.machine.ranks import TIMEOUT_SECONDS
+from flatout.machine.ranks import TIMEOUT_SECONDS, end_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,14 +115,10 @@ class Agreement:
             self._gather(row, END_SECONDS if failed else TIMEOUT_SECONDS)
 
     def close(self) -> None:
-        """Threads of gloo that are left at the interpreter's end may abort the process. They end with the last
-        reference to the group, so none is kept."""
-        begun, self._group = self._group is not None, None
+        """The process ends: see `end_ranks`."""
+        begun, self._group = self._group is not None, None  # gloo's threads end with the last reference to it
         if begun:
-            from torch import distributed
-
-            with contextlib.suppress(Exception):
-                distributed.destroy_process_group()
+            end_ranks()
 
     def _gathered(self, row: Row) -> list[Row]:
         try:

@@ -1,0 +1,65 @@
+"""How a process leaves its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from flatout.machine import ranks
+from flatout.torch_private.ranks import gloo_works
+from tests.processes import Python
+
+ALONE = """
+import os, sys
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+from pathlib import Path
+import torch, flatout
+from torch import distributed
+from flatout.machine.ranks import end_ranks
+
+def threads():
+    return [one.read_text().strip() for one in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop")
+
+flatout.ranks()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+model.itself = [model]  # a cycle, as in a step that holds its model
+model(torch.randn(2, 3)).sum().backward()
+assert threads() or sys.platform != "linux"
+if sys.argv[1] == "gone":
+    del model
+end_ranks()
+print(distributed.is_initialized(), threads() if sys.platform == "linux" else 0)
+"""
+
+
+@pytest.mark.parametrize("model", ["gone", "kept"])
+def test_the_threads_of_ranks_end_before_the_interpreter(python: Python, tmp_path: Path, model: str) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    found = python("alone.py", model, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    begun, threads = found.stdout.split()
+    assert begun == "False"
+    assert (int(threads) == 0) == (model == "gone")
+
+
+def test_a_thread_that_works_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([True, False, True, True, False, False, False])
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("flatout.torch_private.ranks.gloo_works", lambda: next(looks))
+    ranks.end_ranks()
+    assert not list(looks)
+
+
+def test_a_thread_that_never_ends_its_work_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "THREADS_SECONDS", 0.05)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("flatout.torch_private.ranks.gloo_works", lambda: True)
+    ranks.end_ranks()
+
+
+def test_no_thread_of_gloo_works_here() -> None:
+    assert not gloo_works()
