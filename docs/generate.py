@@ -54,7 +54,7 @@ def levers_page() -> str:
         lines.append(f"| [{lever.name}](#{anchor(lever.name)}) | `{name}` | {lever.exactness} | {one.aim} |")
     for name, one, lever in found:
         where = ", ".join(f"`{_scopes()[scope]}`" for scope in one.scopes)
-        lines += ["", f"## {lever.name}", "", f"`{name}`: {_values(name)} · {lever.exactness} · {where}", ""]
+        lines += ["", f"## {lever.name}", "", f"`{name}`: {_values(name, lever)} · {lever.exactness} · {where}", ""]
         lines.append(_prose(lever))
     return "\n".join(lines) + "\n"
 
@@ -73,7 +73,8 @@ def plan_page() -> str:
         lines += ["", f"## {name}", "", f"{_values(name)}", "", f"{_sentence(one.meaning)}", ""]
         lines.append(f"Numbers: {one.exactness}. For: {one.aim}. Applies to {where}.")
         for requirement in one.requires:
-            lines.append(f"Constrained by `{requirement.other}`: {requirement.why}.")
+            remedy = f" ({requirement.remedy})" if requirement.remedy else ""
+            lines.append(f"Constrained by `{requirement.other}`: {requirement.why}{remedy}.")
         if one.replaces:
             lines.append(f"Makes {', '.join(f'`{other}`' for other in one.replaces)} redundant.")
     return "\n".join(lines) + "\n"
@@ -93,7 +94,7 @@ def checks_page() -> str:
         "",
         *_check_table(CHECKS),
         "",
-        "Of a model that was built but not run, `flatout check net.py:make` asks:",
+        "`flatout check net.py:make` checks a model that was built but not run for:",
         "",
         *_check_table(MODEL_CHECKS),
     ]
@@ -119,8 +120,8 @@ def _class(path: str) -> Any:
     return getattr(importlib.import_module(f"flatout.levers.{module}"), name)
 
 
-def _values(name: str) -> str:
-    """The values of a choice, as a reader writes them."""
+def _values(name: str, lever: Any = None) -> str:
+    """The values of a choice, as a reader writes them; of a lever, those that it takes."""
     from flatout.plan_choices import Choices, declared
 
     hint = typing.get_type_hints(Choices)[name]
@@ -129,7 +130,7 @@ def _values(name: str) -> str:
         return "`true` or `false`"
     if kinds == [int]:
         return f"a whole number from {declared()[name].low} to {declared()[name].high}"
-    values = [value for kind in kinds for value in typing.get_args(kind)]
+    values = [value for kind in kinds for value in typing.get_args(kind) if lever is None or lever().takes(value)]
     return ", ".join(f'`"{value}"`' for value in values)
 
 
@@ -163,8 +164,8 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         "",
-        "Every command except `run` takes `--json` (`launch` only with `--check`) and then prints one versioned JSON "
-        "document and nothing else; `run` writes one with `--report`.",
+        "Every command except `run` takes `--json` (`launch` only with `--check`, `bench` not with `show`) and then "
+        "prints one versioned JSON document and nothing else; `run` writes one with `--report`.",
     ]
     for name in sorted(group.commands):
         lines += ["", f"## flatout {name}", "", "```text", _help(group, name), "```"]

@@ -168,7 +168,7 @@ LEVERS = {
 }
 """(lever, value) of the results -> the table's word, where it is not the lever's name."""
 EXACTNESS = ("bit-identical", "rounding", "reduced")
-CLAIMS = {"bit-identical": "bit-identical", "rounding": "within rounding", "reduced": "16-bit precision"}
+CLAIMS = {"bit-identical": "bit-identical", "rounding": "rounding", "reduced": "reduced (16-bit)"}
 
 
 def scripts(tunes: Document, plans: Document) -> str:
@@ -494,7 +494,7 @@ def bench(*results: Document) -> str:
                         f"{work.items_per_second(row):,.1f} {work.unit}/s",
                         "" if against is None else ratio(vars(against)),
                         "" if share is None else percent(share),
-                        row.how,
+                        row.how.replace("kernels for matrix units", "bf16 kernels"),  # the earlier name
                     )
                 )
             if (best := work.against_peer()) is not None:

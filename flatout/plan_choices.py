@@ -93,7 +93,7 @@ def _none_or_0(value: object) -> bool:
     return not value
 
 
-_ONE_PASS = "torch's DDP then averages in every backward pass, of which a batch in parts has several"
+_ONE_PASS = "torch's DDP then averages gradients in every backward pass, and a batch split into parts has several"
 _ALL_GRADIENTS = "that needs all gradients before the first update"
 
 
@@ -317,7 +317,7 @@ class Choices:
         in_forecasts=False,
     )
     parallel: Literal["ddp", "zero1", "fsdp", "tensor", "pipeline"] | None = choice(
-        "ranks share: ddp = batches, zero1 = and optimizer state, fsdp = all; tensor = each layer, pipeline = layers",
+        "ranks split: ddp = batch, zero1 = and optimizer state, fsdp = and weights; tensor = layers, pipeline = blocks",
         scopes=("step", "batches"),
         exactness="rounding",
         in_forecasts=False,
@@ -345,7 +345,7 @@ class Choices:
             Requirement(
                 other="parallel",
                 allows=lambda kind: kind in ("ddp", "zero1"),
-                why="only these send whole gradients",
+                why="only ddp and zero1 send whole gradients",
                 remedy="set parallel = 'ddp'",
             ),
         ),
@@ -422,7 +422,7 @@ class Choices:
         requires=(_WHOLE_PARAMETERS,),
     )
     activation_checkpointing: Literal["block", "selective"] | None = choice(
-        "recompute activations in backward: block = of each repeated block, selective = all but matrix products",
+        "recompute activations in backward: block = all of each repeated block, selective = not matmuls and attention",
         scopes=("script", "step"),
         exactness="bit-identical",
         aim="memory",
@@ -439,7 +439,7 @@ class Choices:
             Requirement(
                 other="activation_checkpointing",
                 allows=_is_set,
-                why="it says of how many",
+                why="it limits the number of checkpointed blocks",
                 remedy="set activation_checkpointing = 'block'",
             ),
         ),

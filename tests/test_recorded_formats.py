@@ -147,7 +147,7 @@ def test_predictions_are_gone_on_with(name: str, stated: bool, tmp_path: Path) -
 def test_predictions_of_a_newer_version_are_left_alone(name: str, schema: Any, tmp_path: Path) -> None:
     note = _copied(name, tmp_path)
     note.write_text(json.dumps({"schema": schema, **PREDICTED_OF}))
-    with pytest.raises(UsageError, match=r"holds results of a newer Flatout, schema .*; pip install --upgrade flatout"):
+    with pytest.raises(UsageError, match=r"holds results of a newer Flatout, schema .*; update Flatout"):
         open_results(tmp_path / name, PREDICTED_OF, restart=False)
 
 

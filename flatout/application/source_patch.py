@@ -28,9 +28,7 @@ def patch_of(
     """plan: default flatout.toml; report: default flatout-report.json beside it. Raises UsageError where the script is
     not the one that was tuned (unless force), MachineError without LibCST."""
     if importlib.util.find_spec("libcst") is None:
-        raise MachineError(
-            "libcst is not installed", limit="flatout diff edits with it", remedy="pip install 'flatout[diff]'"
-        )
+        raise MachineError("libcst is not installed", limit="flatout diff edits with it", remedy="pip install libcst")
     target.check()
     place = Path(PLAN_NAME) if plan is None else plan
     found = for_scripts(str(place), read_plan(place))

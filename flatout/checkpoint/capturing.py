@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -50,6 +50,8 @@ class Step(Protocol):
 
 
 SECTIONS = ("model", "optimizer", "scheduler", "scaler", "step", "data", "plan", "extra", "objects", "generators")
+RESTORE_ONLY = ("source", "strict")
+"""Parameters of `restore` that `capture` has not."""
 
 
 def capture(
@@ -109,8 +111,7 @@ def live_sections(
             found[name] = one
     if data is not None:
         found["data"] = data
-    for name in objects:
-        _check_name(name)
+    check_object_names(objects)
     named = {name: one for name, one in objects.items() if one is not None}
     return found | ({"objects": named} if named else {})
 
@@ -123,10 +124,21 @@ def _of_step(step: object) -> dict[str, object]:
     return dict(sections())
 
 
-def _check_name(name: str) -> None:
-    """A typo in the name of a section would be an object of that name, noticed only when it is restored."""
-    close = difflib.get_close_matches(name, SECTIONS, 1, cutoff=0.8)
-    if close:
+def check_object_names(names: Iterable[str]) -> None:
+    """UsageError for those that `capture` or `restore` could not take by name, before anything is saved.
+
+    A typo in the name of a section would be an object of that name, noticed only when it is restored.
+    """
+    for name in names:
+        if name in SECTIONS or name in RESTORE_ONLY:
+            raise UsageError(
+                f"an object is named {name!r}",
+                limit="that is a parameter or a section of its own: " + ", ".join((*SECTIONS, *RESTORE_ONLY)),
+                remedy="give it another name",
+            )
+        close = difflib.get_close_matches(name, SECTIONS, 1, cutoff=0.8)
+        if not close:
+            continue
         remedy = f"did you mean {close[0]}? Several models or optimizers are given as a list or dict"
         raise UsageError(f"there is no section {name!r}", limit=f"there are {', '.join(SECTIONS[:6])}", remedy=remedy)
 

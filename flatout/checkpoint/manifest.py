@@ -110,7 +110,7 @@ def newer_schema(folder: Path, schema: int, version: object) -> UsageError:
     return UsageError(
         f"{folder} was written by Flatout {version}, schema {schema}",
         limit=f"this is {__version__}, which reads up to schema {SCHEMA}",
-        remedy="pip install --upgrade flatout",
+        remedy="update Flatout",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import warnings
 from collections import OrderedDict
@@ -180,11 +181,23 @@ def _compare(path: str, live: object, saved: object, found: Findings, strict: bo
             load=lambda: load_optimizer(optimizer, whole, exact_dtypes=strict),
             before=lambda: _reload(live, live.state_dict()),  # loading replaces its tensors: the old ones are intact
         )
+    if isinstance(live, torch.optim.lr_scheduler.LRScheduler):
+        _compare_scheduler(path, live, saved, found)
     return _Loading(
         path=path,
         load=lambda: _load(live, copy.deepcopy(saved)),
         before=lambda: _reload(live, copy.deepcopy(live.state_dict())),
     )
+
+
+def _compare_scheduler(path: str, live: Stateful, saved: object, found: Findings) -> None:
+    """torch loads the state of any scheduler into any other. Names that begin with "_" differ between its versions."""
+    here = live.state_dict()
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        own, there = ({name for name in state if not str(name).startswith("_")} for state in (here, saved))
+        kind = type(live).__name__
+        found.missing += [f"{path}: {name} of {kind}" for name in sorted(own - there)]
+        found.unexpected += [f"{path}: {name}, which {kind} has not" for name in sorted(there - own)]
 
 
 def _load(live: Stateful, state: object) -> None:
@@ -234,7 +247,12 @@ def _compare_model(path: str, model: torch.nn.Module, saved: object, found: Find
 
 
 def _load_model(model: torch.nn.Module, fitting: Mapping[str, object]) -> None:
-    model.load_state_dict(fitting, strict=False)
+    try:
+        inspect.signature(model.load_state_dict).bind(fitting, strict=False)
+    except TypeError:  # a method of the model's own, without `strict`; all names were compared already
+        model.load_state_dict(fitting)
+    else:
+        model.load_state_dict(fitting, strict=False)
 
 
 def _fits(name: str, here: object, there: object, found: Findings) -> bool:

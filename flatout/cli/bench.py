@@ -40,10 +40,14 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer rounds and settings, on a CPU smaller batches: the table in minutes.")
     ] = False,
-    rounds: Annotated[int | None, typer.Option(metavar="N", help="Turns of each contender; default: 12.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", help="Turns of each contender; default: 12 (6 if quick).")
+    ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="For tuning each training workload: '90s', '10m'; default: 5m."),
+        typer.Option(
+            metavar="TIME", help="For tuning each training workload: '90s', '10m'; default: 5m (45s if quick)."
+        ),
     ] = None,
     device: DeviceOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Save everything that was measured.")] = None,

@@ -185,8 +185,9 @@ def run(
 ) -> int:
     """Run a script with its plan (flatout.toml); without one, run it as it is and only watch.
 
-    On a terminal, a status line is shown while it runs and a summary at its end. Where its output goes to a file or a
-    pipe, neither is: the report (flatout-run.json) has all of it.
+    On a terminal, status lines are shown while it runs and a summary at its end. Where its output goes to a file or a
+    pipe, neither is: the report (flatout-run.json) has all of it. Exit code: the script's own; with --prove 0 equal,
+    1 different, 4 not comparable; with --check-deterministic 0 bit-identical, 1 not.
     """
     return int(importlib.import_module("flatout.cli.run").main(target))
 

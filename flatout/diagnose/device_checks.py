@@ -48,7 +48,7 @@ def pageable_copies(facts: Facts) -> Seen | None:
 @check(
     means="The same tensor is converted or moved in the same way again and again.",
     needs="an unchanged tensor is converted in at least 3 steps at one line, at 2 % of a step or more",
-    if_wrong="a variable more",
+    if_wrong="one extra variable",
 )
 def repeated_to(facts: Facts) -> Seen | None:
     seen = facts.behaviour
@@ -75,8 +75,8 @@ def repeated_to(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="The script reads values from the GPU, or has it find sizes (masks, nonzero): the host waits until it is "
-    "done, and the GPU then has no work until more is queued.",
+    means="The script reads values from the GPU, or needs sizes that it computes (masks, nonzero): the host waits "
+    "until the GPU is done, which then has no work until more is queued.",
     needs="the GPU is idle for at least 2 % of a step after such waits, by the recorded kernels",
     if_wrong="a value is printed later than it was computed",
 )

@@ -28,7 +28,7 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
 
 
 @check(
-    means="The loss does not fall, because nothing is learned, or something else than was meant.",
+    means="The loss does not fall, because nothing is learned, or something other than intended is learned.",
     needs="in the steps that were watched: no weight changed at all; or every gradient was exactly 0; or the loss was "
     "exactly the same in 8 steps in a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test "
     "at 1 in 1,000, to twice their level, no network is called for targets in every second step or more, and nothing "
@@ -60,7 +60,7 @@ def loss_not_falling(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="A softmax comes before the cross-entropy, which takes the softmax itself: gradients are weak, and the loss "
+    means="A softmax comes before the cross-entropy, which applies softmax itself: gradients are weak, and the loss "
     "cannot approach 0.",
     needs="in at least 3 backward passes of a line, and all whose graphs were followed, a log_softmax takes what a "
     "softmax gives; a log_softmax before it changes nothing and is not a finding",

@@ -25,7 +25,7 @@ LEAST_KEPT = 5
 @check(
     means="Hardly any of the host's memory was left.",
     needs="less than 3 % of what this process may use was available at the end of a step",
-    if_wrong="a smaller batch than fits",
+    if_wrong="a smaller batch than would have fitted",
 )
 def memory_nearly_out(facts: Facts) -> Seen | None:
     if facts.run is None or facts.run.nearly_out is None:

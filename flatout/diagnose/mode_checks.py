@@ -54,8 +54,8 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="Evaluation runs in training mode: dropout drops, and batch normalisation uses, and updates, batch "
-    "statistics.",
+    means="Evaluation runs in training mode: dropout is active, and batch norm uses batch statistics "
+    "and updates the running ones.",
     needs="at least 3 calls that no backward pass used, in a row or without gradients once in ten training calls or "
     "more rarely, of a model in training mode with such layers, which is trained elsewhere",
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
@@ -160,7 +160,7 @@ def anomaly_mode(facts: Facts) -> Seen | None:
     means="A setting for debugging is on that makes each step slower, or values are checked for NaN all over a model.",
     needs="the setting was in force in the steps that were watched; or lines that call isnan, isinf or isfinite 10 "
     "times a step or more take 5 % of it, or a tenth of its operators",
-    if_wrong="what it was to find is not found",
+    if_wrong="the bug it was meant to catch goes unnoticed",
 )
 def debug_mode(facts: Facts) -> Seen | None:
     if facts.behaviour is None:
@@ -208,7 +208,7 @@ def _finite_checks(facts: Facts) -> Seen | None:
 @check(
     means="Nothing seeds the random generators, so no two runs are alike.",
     needs="torch's generator has a seed that nobody chose, and no name in the script contains 'seed'",
-    if_wrong="a line more",
+    if_wrong="one extra line",
     always_note=True,
 )
 def no_seed(facts: Facts) -> Seen | None:

@@ -94,7 +94,7 @@ def linear_after_linear(facts: Facts) -> Seen | None:
 @check(
     means="All weights are float16: an optimizer that updates them loses updates smaller than their rounding.",
     needs="every parameter is float16, some are trainable, and the model is in training mode",
-    if_wrong="fp32 weights take twice the memory; a model for inference alone needs them not",
+    if_wrong="fp32 weights take twice the memory; an inference-only model does not need them",
 )
 def half_model(facts: Facts) -> Seen | None:
     model = facts.model

@@ -20,7 +20,7 @@ LEAST_DENORMAL_COST = 0.05
 
 
 @check(
-    means="Products run in full fp32 where this machine is much faster in a shorter format.",
+    means="Matmuls run in full fp32, although this machine is much faster at lower precision.",
     needs="fp32 products take at least half of a step, by their operations at the fp32 ceiling, and the measured "
     "ceilings say that bf16 or TF32 would save 20 % of it; where it is TF32, convolutions do not count, which use it "
     "by default",
@@ -64,9 +64,9 @@ def fp32_matmul(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="Sizes of products keep the GPU from its matrix units, or from their full speed.",
-    needs="on a GPU, products in a short format with a size that is not a multiple of 8 take at least 10 % of a step",
-    if_wrong="some rows of weights more",
+    means="Matmul dimensions keep the GPU from using its Tensor Cores, or from their full speed.",
+    needs="on a GPU, products in 16 bits with a size that is not a multiple of 8 take at least 10 % of a step",
+    if_wrong="a few extra rows of weights",
 )
 def unaligned_shapes(facts: Facts) -> Seen | None:
     if facts.profile is None or not facts.on_gpu:
@@ -102,7 +102,7 @@ def _is_unaligned(shapes: str) -> bool:
     means="Training under fp16 autocast without a gradient scaler: small gradients become zero.",
     needs="autocast to float16 is on in forwards with gradients, no enabled GradScaler was used, and the loss is "
     "not multiplied",
-    if_wrong="a scaler more, which changes nothing where no gradient underflows",
+    if_wrong="an extra scaler, which changes nothing where no gradient underflows",
 )
 def fp16_without_scaler(facts: Facts) -> Seen | None:
     seen = facts.behaviour
@@ -122,7 +122,7 @@ def fp16_without_scaler(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="The optimizer updates weights in a short format: updates smaller than its rounding are lost.",
+    means="The optimizer updates weights in 16 bits: updates smaller than its rounding are lost.",
     needs="parameters in an optimizer are float16; or bfloat16 ones of which at least half of the numbers with a "
     "gradient stay exactly the same in a step",
     if_wrong="fp32 weights take twice the memory",

@@ -21,7 +21,7 @@ OPTIMIZERS = (
 @check(
     means="Gradients are clipped while they are still multiplied by the gradient scaler.",
     needs="in at least 3 steps the clip came after backward and before `scaler.unscale_`",
-    if_wrong="one call more",
+    if_wrong="one extra call",
 )
 def clip_before_unscale(facts: Facts) -> Seen | None:
     for clip in facts.behaviour.clips if facts.behaviour is not None else ():
@@ -41,7 +41,7 @@ def clip_before_unscale(facts: Facts) -> Seen | None:
 @check(
     means="Gradients are clipped before the backward pass that computes them, so nothing is clipped.",
     needs="in at least 3 steps the clip came before every backward pass of the step, and none came after them",
-    if_wrong="one clip more per step",
+    if_wrong="one extra clip per step",
 )
 def clip_before_backward(facts: Facts) -> Seen | None:
     for clip in facts.behaviour.clips if facts.behaviour is not None else ():
@@ -166,8 +166,8 @@ def scheduler_never_steps(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="Gradients of several micro-batches are summed where their mean was meant: the step is that many times as "
-    "long.",
+    means="Gradients of several micro-batches are summed where their mean was intended: the update is that many "
+    "times too large.",
     needs="two or more backward passes a step from one line, which is reached from one place alone, each from a loss "
     "that is a mean and is not divided; the source divides neither a loss nor a gradient; and it steps the optimizer "
     "only in some turns of the loop, or repeats the backward pass in a loop that only counts",

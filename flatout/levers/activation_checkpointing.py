@@ -38,7 +38,7 @@ class ActivationCheckpointing(Lever):
     convolutions, which cost most to recompute, but not in compiled blocks. Recomputation draws the same random
     numbers. It saves memory and takes time, so `flatout tune` tries it only with `--fit`.
 
-    blocks: how many of them, starting from the first, whose activations would be kept longest; None: all.
+    In a plan for `TrainStep`, `checkpointed_blocks` limits this to the first N blocks, whose activations live longest.
     """
 
     name = "activation checkpointing"

@@ -39,7 +39,7 @@ _CHUNK = 1 << 16
 _CHUNKS = 64
 """An existing state is converted in chunks of at least so many elements, or in so many parts if it is large: converting
 takes 13 times the size of a chunk."""
-REMEDY = "install it with: pip install 'flatout[low-bit]'"
+REMEDY = "install it with: pip install torchao"
 
 
 def low_bit_obstacle(optimizer: Optimizer) -> str | None:

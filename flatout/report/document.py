@@ -74,7 +74,7 @@ def read_document(path: Path, kind: str | None = None) -> Document:
         raise UsageError(
             f"{path} was written by Flatout {header.get('version')}, schema {header['schema']}",
             limit=f"this is {__version__}, which reads up to schema {SCHEMA}",
-            remedy="pip install --upgrade flatout",
+            remedy="update Flatout",
         )
     if kind is not None and header.get("document") != kind:
         raise UsageError(f"{path} is a {header.get('document')!r} document", limit=f"a {kind!r} is needed here")

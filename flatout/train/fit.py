@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flatout.arguments import as_function, as_instance, as_path, as_whole_number, wrong
+from flatout.checkpoint.capturing import check_object_names
 from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches, batches_of
@@ -132,6 +133,7 @@ def fit(
     resumed_at = run.resume()
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.together, step.device), run.source
     _check_passes(source, epochs, steps)
+    _check_unused(step, source, epochs)
     _ask_again(run, stop_when)
     with (
         run.logging(),
@@ -279,6 +281,7 @@ def _run(
         source=source,
         checkpoints=Checkpoints(folder, best=best) if folder is not None else given,
         metric=metric,
+        best=best,
         objects=_all_objects(objects, ema=ema, epoch_scheduler=epoch_scheduler),
         ema=ema,
         epoch_scheduler=epoch_scheduler,
@@ -292,6 +295,7 @@ def _all_objects(objects: Mapping[str, object] | None, **parts: object) -> dict[
         raise wrong(
             "objects", objects, "it maps names to objects with state_dict()", 'for example {"sampler": sampler}'
         )
+    check_object_names(objects or ())
     given = {name: part for name, part in parts.items() if part is not None}
     if double := sorted(given.keys() & (objects or {}).keys()):
         raise UsageError(
@@ -363,6 +367,16 @@ def _check_passes(source: Source, epochs: int | None, steps: int | None) -> None
             f"epochs is {epochs}, and the data is an iterator",
             limit="it can be read only once",
             remedy="pass epochs=1, or an object whose __iter__ starts over each time",
+        )
+
+
+def _check_unused(step: TrainStep, source: Source, epochs: int | None) -> None:
+    """Data whose epochs another step has used up would train nothing, without a word."""
+    if epochs is not None and not step.steps and source.epoch >= epochs:
+        raise UsageError(
+            f"the data is at the end of epoch {source.epoch}, and this step has taken no step",
+            limit=f"epochs is {epochs}, counted from the first of the data",
+            remedy="make the data anew for each training: flatout.batches(...)",
         )
 
 

@@ -19,7 +19,7 @@ from flatout.errors import NumericsError, UsageError
 from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop
 from flatout.train.loggers import Logger, flush, restore_loggers, states_of
-from flatout.train.patience import Waiting, WaitingState
+from flatout.train.patience import Best, Waiting, WaitingState
 from flatout.train.ranks import gathered, is_first, mean_figures
 from flatout.train.step import TrainStep
 
@@ -43,6 +43,8 @@ class RunState(TypedDict, total=False):
     figures: dict[str, float]
     stopped: bool
     loggers: dict[str, object]
+    ranked_by: tuple[str, str] | None
+    """The metric, and whether its lowest or highest is best; None: no epoch had it."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +55,7 @@ class Run:
     source: Source
     checkpoints: Checkpoints | None
     metric: str
+    best: Best
     objects: Mapping[str, Any]  # what `capture` and `restore` take by name
     """Further objects to save, including the average of the weights and the epoch scheduler."""
     ema: AveragedModel | None
@@ -116,6 +119,13 @@ class Run:
 
     def _load_state(self, state: RunState) -> None:
         """Restore what `_state` returned; checkpoints not made by `fit`, or by an earlier version, lack parts of it."""
+        ranked_by = state.get("ranked_by")
+        if ranked_by is not None and tuple(ranked_by) != (self.metric, self.best):
+            raise UsageError(
+                f"the metric is {self.metric!r}, of which the {_named_best(self.best)} is best",
+                limit=f"the epochs of this run were ranked by {ranked_by[0]!r}, the {_named_best(ranked_by[1])} first",
+                remedy="rank by the same, or train into another folder",
+            )
         if "means" in state:
             self.means.load_state_dict(state["means"], first_rank=is_first(self.step.group))
         if self.waiting is not None and (waiting := state.get("waiting")) is not None:
@@ -131,12 +141,16 @@ class Run:
             "figures": self.figures,
             "stopped": self.stopped,
             "loggers": states_of(self.loggers),
+            "ranked_by": (self.metric, self.best) if self.metric in self.figures else None,
         }
 
     def save(self, metric: float | None = None) -> None:
         """Raises NumericsError for weights that are not finite; if no loss was finite, nothing is saved."""
         learnt = self.step.check_finite()
-        if self.checkpoints is None or not learnt:
+        if self.checkpoints is None:
+            return
+        if not learnt:
+            warnings.warn(f"step {self.step.steps} was not saved: no loss since the last save was finite", stacklevel=2)
             return
         state = capture(self.step, self.source, extra={"fit": self._state()}, **self.objects)
         self.checkpoints.save(state, step=self.step.steps, metric=metric)
@@ -177,10 +191,14 @@ class Run:
         """One step, and everything that follows each step."""
         step = self.step
         beside = {"lr": _learning_rate(step.optimizer)} if self.loggers else {}
+        # Before the step, whose loss may take something out of the batch; with several ranks only the step knows it.
+        terms = None if step.group is not None else step.weight_of_loss(batch)
         loss = step(batch)
+        if terms is None:
+            terms = step.weight_of_loss(batch)
         if self.ema is not None:
             self.ema.update_parameters(step.model)
-        self.means.add(step.steps, loss, step.figures, step.weight_of_loss(batch), **beside)
+        self.means.add(step.steps, loss, step.figures, terms, **beside)
         return loss
 
     def log(self, figures: dict[str, float], step: int) -> None:
@@ -234,12 +252,20 @@ class Run:
             return {}
         returned = evaluation()
         if not isinstance(returned, Mapping):
+            if self.step.together is None:
+                self.save()
             raise UsageError(
                 f"evaluation returned {described(returned)}",
                 limit="it returns a dict of figures",
                 remedy="for example lambda: flatout.evaluate(step, test)",
             )
-        figures = mean_figures({name: float(value) for name, value in returned.items()}, self.step.group)
+        try:
+            own = {name: _as_number(name, value) for name, value in returned.items()}
+        except UsageError:
+            if self.step.together is None:
+                self.save()
+            raise
+        figures = mean_figures(own, self.step.group)
         self.evaluations.append(figures)
         return figures
 
@@ -268,6 +294,21 @@ class Run:
             limit=f"the figures of an epoch are {', '.join(map(repr, figures)) or 'none'}",
             remedy="name one of these" + ("; the run resumes from what is saved" if self.checkpoints else ""),
         )
+
+
+def _as_number(name: str, value: SupportsFloat) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"evaluation returned {described(value)} as the figure {name!r}",
+            limit="a figure is a single number",
+            remedy="leave it out, or write it to a place of its own",
+        ) from error
+
+
+def _named_best(best: str) -> str:
+    return "lowest" if best == "min" else "highest"
 
 
 def needs_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:

@@ -7,11 +7,12 @@ it. Without them the rows of steps that are trained again appear twice.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, TypeGuard, runtime_checkable
 
@@ -62,7 +63,9 @@ class CSVLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 1) -> None:
-        self._path, self._every = as_path(path, "path"), as_whole_number(every, "every")
+        self.place, self._every = as_path(path, "path"), as_whole_number(every, "every")
+        if self.place.is_dir():
+            raise UsageError(f"{self.place} is a folder", limit="CSVLog writes a file", remedy="name a file in it")
         self._columns: list[str] = ["step"]
         self._rows = 0
         self._unwritten: list[list[object]] = []
@@ -81,13 +84,25 @@ class CSVLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows in memory."""
-        if self._unwritten:
-            with self._path.open("a", newline="") as file:
-                csv.writer(file).writerows(self._unwritten)
-                self._unwritten = []
-                file.flush()
-                os.fsync(file.fileno())
+        """Write the rows in memory. MachineError where that fails; they are not tried again."""
+        rows, self._unwritten = self._unwritten, []
+        if not rows:
+            return
+        with self._explaining_errors(), self.place.open("a", newline="") as file:
+            csv.writer(file).writerows(rows)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _explaining_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MachineError(
+                f"{self.place} cannot be written: {error.strerror}",
+                limit="it holds the figures of the run",
+                remedy="make room, name another file, or leave this log out",
+            ) from error
 
     def state_dict(self) -> CSVLogState:
         """How many rows there are; they are flushed to disk."""
@@ -100,36 +115,37 @@ class CSVLog:
         self._columns, self._rows = list(state["columns"]), state["rows"]
         if not self._rows:
             return
-        found = self._read() if self._path.exists() else []
+        found = self._read() if self.place.exists() else []
         if len(found) < self._rows:
-            warnings.warn(f"{self._path} has {len(found)} of the {self._rows} rows that were logged", stacklevel=2)
+            warnings.warn(f"{self.place} has {len(found)} of the {self._rows} rows that were logged", stacklevel=2)
         self._rows = min(self._rows, len(found))
         self._write(found[: self._rows])
 
     def _read(self) -> list[dict[str, str]]:
         """The complete rows; one that a kill cut short has no end of line."""
-        text = self._path.read_text()
+        text = self.place.read_text()
         lines = text[: text.rfind("\n") + 1].splitlines()
         return list(csv.DictReader(lines))
 
     def _write(self, rows: Sequence[Mapping[str, str]]) -> None:
         """The file with these rows and all columns, whole or not at all."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if not rows and self._path.exists():
-            self._path.replace(self._path.with_name(self._path.name + ".old"))
-        descriptor, place = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with open(descriptor, "w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(self._columns)
-                writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(place).chmod(0o666 & ~_umask())
-            Path(place).replace(self._path)
-        except BaseException:
-            Path(place).unlink(missing_ok=True)
-            raise
+        with self._explaining_errors():
+            self.place.parent.mkdir(parents=True, exist_ok=True)
+            if not rows and self.place.is_file():
+                self.place.replace(self.place.with_name(self.place.name + ".old"))
+            descriptor, place = tempfile.mkstemp(dir=self.place.parent, prefix=f".{self.place.name}.")
+            try:
+                with open(descriptor, "w", newline="") as file:
+                    writer = csv.writer(file)
+                    writer.writerow(self._columns)
+                    writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
+                    file.flush()
+                    os.fsync(file.fileno())
+                Path(place).chmod(0o666 & ~_umask())
+                Path(place).replace(self.place)
+            except BaseException:
+                Path(place).unlink(missing_ok=True)
+                raise
 
 
 class TensorBoardLog:
@@ -139,7 +155,7 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1) -> None:
-        self._folder, self._every = as_path(folder, "folder"), as_whole_number(every, "every")
+        self.place, self._every = as_path(folder, "folder"), as_whole_number(every, "every")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -162,7 +178,7 @@ class TensorBoardLog:
 
     def _add(self, figures: Mapping[str, float], step: int) -> None:
         if self._writer is None:
-            self._writer = self._make(str(self._folder))
+            self._writer = self._make(str(self.place))
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
@@ -174,7 +190,7 @@ class TensorBoardLog:
     def load_state_dict(self, state: TensorBoardLogState) -> None:
         self.close()
         self._latest = state["step"], [dict(row) for row in state["rows"]]
-        self._writer = self._make(str(self._folder), purge_step=max(state["step"], 0))
+        self._writer = self._make(str(self.place), purge_step=max(state["step"], 0))
         for row in self._latest[1]:
             self._add(row, state["step"])
 
@@ -204,7 +220,7 @@ def check_loggers(loggers: object) -> tuple[Logger, ...]:
 
 
 def states_of(loggers: Sequence[Logger]) -> dict[str, object]:
-    return {name: one.state_dict() for name, one in _named(loggers).items()}
+    return {name: one.state_dict() for name, (_, one) in _named(loggers).items()}
 
 
 def flush(loggers: Sequence[Logger]) -> None:
@@ -215,19 +231,28 @@ def flush(loggers: Sequence[Logger]) -> None:
 
 def restore_loggers(loggers: Sequence[Logger], states: Mapping[str, object]) -> None:
     """Restore the loggers that the run had; a new one starts empty."""
-    for name, one in _named(loggers).items():
-        if name in states:
-            one.load_state_dict(states[name])
+    for name, (earlier, one) in _named(loggers).items():
+        state = states.get(name, states.get(earlier))
+        if state is not None:
+            one.load_state_dict(state)
 
 
-def _named(loggers: Sequence[Logger]) -> dict[str, Stateful]:
-    """Those with a state, by type and number: 'CSVLog 0'."""
-    found: dict[str, Stateful] = {}
+def _named(loggers: Sequence[Logger]) -> dict[str, tuple[str, Stateful]]:
+    """Those with a state: 'CSVLog log.csv', by type and file, or by type and number -> (by type and number, as earlier
+    versions saved it, the logger). Not by the whole path: a run may be moved, with its log."""
+    numbered: dict[str, Stateful] = {}
     for one in loggers:
         if _has_state(one):
             kind = type(one).__name__
-            found[f"{kind} {sum(name.startswith(f'{kind} ') for name in found)}"] = one
-    return found
+            numbered[f"{kind} {sum(name.startswith(f'{kind} ') for name in numbered)}"] = one
+    files = {name: f"{type(one).__name__} {_file_name(one)}" for name, one in numbered.items() if _file_name(one)}
+    alone = {name: file for name, file in files.items() if list(files.values()).count(file) == 1}
+    return {alone.get(name, name): (name, one) for name, one in numbered.items()}
+
+
+def _file_name(logger: object) -> str:
+    """Of the file or folder that it writes; '' of a logger of another kind."""
+    return logger.place.name if isinstance(logger, CSVLog | TensorBoardLog) else ""
 
 
 def _has_state(logger: object) -> TypeGuard[Stateful]:

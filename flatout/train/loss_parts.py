@@ -39,7 +39,7 @@ class LossParts:
         loss, figures = returned
         scale = None if self._total is None else self._scale(i)
         share = loss if scale is None else scaled(loss, scale)
-        self.loss = share.detach() if self.loss is None else self.loss + share.detach()
+        self.loss = detached(share) if self.loss is None else self.loss + share.detach()
         if figures:
             self._add(figures, scale, part)
         return share
@@ -83,6 +83,12 @@ def figures_of(returned: Tensor | tuple[Tensor, Mapping[str, Number]]) -> tuple[
     """(loss, figures) of what a loss function returned: a loss, or both. UsageError for figures that are no scalars."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
         return returned, {}
+    if "loss" in returned[1]:
+        raise UsageError(
+            "loss_fn returned a figure named 'loss'",
+            limit="that is the name of the loss itself",
+            remedy="give it another name, such as 'ce_loss'",
+        )
     for name, value in returned[1].items():
         if not isinstance(value, int | float) and not (hasattr(value, "numel") and value.numel() == 1):
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
@@ -95,10 +101,21 @@ def figures_of(returned: Tensor | tuple[Tensor, Mapping[str, Number]]) -> tuple[
 
 
 def as_figure(value: Number) -> Tensor:
-    """A detached tensor without dimensions."""
+    """A detached tensor without dimensions, with memory of its own: one may be a parameter, which the step changes."""
     import torch
 
-    return value.detach().squeeze() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    return value.detach().squeeze().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+
+
+def detached(loss: Tensor) -> Tensor:
+    """A loss to keep beyond its step. `mse_loss` and others of torch's return a number in the memory of all that they
+    have averaged, as large as the model's output; then it is a copy."""
+    import torch
+
+    kept = loss.detach()
+    if type(kept) is torch.Tensor and kept.untyped_storage().nbytes() > kept.element_size():
+        return kept.clone()
+    return kept
 
 
 def scaled(value: Tensor, scale: Number) -> Tensor:

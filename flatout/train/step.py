@@ -48,7 +48,7 @@ from flatout.precision.recurrent import lstm_gradients_right
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import CountTerms, LossFn, own_metrics, terms_or_none
-from flatout.train.loss_parts import LossParts, Number, as_figure, figures_of, scaled
+from flatout.train.loss_parts import LossParts, Number, as_figure, detached, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
 from flatout.train.ranks import MeanOverRanks, SharedStep, is_first, largest_of_ranks, raised_on_all_ranks
@@ -415,7 +415,7 @@ class TrainStep:
         loss, figures = self._loss(batch)
         self._update.scale(loss).backward()
         self.figures = {name: as_figure(value) for name, value in figures.items()}
-        return loss.detach()
+        return detached(loss)
 
     def _backward(self, parts: Sequence[object]) -> Tensor:
         weights, total = self._weights(parts)

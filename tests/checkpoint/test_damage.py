@@ -134,7 +134,7 @@ def forge(folder: Path, change: dict[str, Any]) -> None:
 def test_a_newer_schema_is_not_taken_for_damage(two: Checkpoints) -> None:
     forge(newest(two), {"flatout": {"document": "checkpoint", "schema": 3, "version": "9.1"}, "files": "elsewhere"})
     for ask in (two.load, two.latest, lambda: two.at(2)):
-        with pytest.raises(UsageError, match=r"by Flatout 9\.1, schema 3; this is .* up to schema 2; pip install"):
+        with pytest.raises(UsageError, match=r"by Flatout 9\.1, schema 3; this is .* up to schema 2; update Flatout"):
             ask()
     Checkpoints(two.folder, keep_last=1).save({"extra": 1}, step=3)
     assert newest(two).exists()

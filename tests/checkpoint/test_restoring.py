@@ -215,3 +215,27 @@ def test_a_model_can_be_restored_without_the_rest(tmp_path: Path) -> None:
     fresh = nn.Linear(2, 2)
     assert not restore(checkpoints.at(1), model=fresh, generators=False)
     assert torch.equal(fresh.weight, model.weight)
+
+
+def test_another_scheduler_is_refused() -> None:
+    def parts(kind: Any, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return model, optimizer, kind(optimizer, **settings)
+
+    schedules = torch.optim.lr_scheduler
+    model, optimizer, scheduler = parts(schedules.MultiStepLR, milestones=[3])
+    state = capture(model=model, optimizer=optimizer, scheduler=scheduler)
+    model, optimizer, scheduler = parts(schedules.CosineAnnealingLR, T_max=5)
+    with pytest.raises(UsageError, match="T_max of CosineAnnealingLR"):
+        restore(state, model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def test_a_model_with_a_way_of_its_own_to_load() -> None:
+    class Own(nn.Linear):
+        def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+            return super().load_state_dict(state)
+
+    saved, fresh = Own(2, 2), Own(2, 2)
+    restore(capture(model=saved), model=fresh)
+    assert torch.equal(saved.weight, fresh.weight)

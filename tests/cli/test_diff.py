@@ -130,7 +130,7 @@ def test_without_libcst_the_line_to_install_it(folder: Path, monkeypatch: pytest
     )
     said = said_by(folder, "diff", "train.py")
     assert said.returncode == 1
-    assert said.stderr == ("error: libcst is not installed; flatout diff edits with it; pip install 'flatout[diff]'\n")
+    assert said.stderr == ("error: libcst is not installed; flatout diff edits with it; pip install libcst\n")
 
 
 def test_a_report_of_another_plan_gives_no_gain(folder: Path) -> None:

@@ -425,3 +425,13 @@ def test_a_model_with_other_blocks_than_at_first_can_be_closed() -> None:
     del model[1]
     step.close()
     assert all(one.__dict__.get("_compiled_call_impl") is None for one in (removed, *model))
+
+
+@pytest.mark.parametrize("micro_batches", [None, 2])
+def test_losses_of_many_steps_hold_no_memory_of_outputs(micro_batches: int | None) -> None:
+    """`mse_loss` returns its mean in the memory of all squares, and steps keep losses until they are read together."""
+    model = nn.Linear(4, 256)
+    plan = Plan(micro_batches=micro_batches)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.MSELoss()), plan)
+    loss = step((torch.randn(64, 4), torch.randn(64, 256)))
+    assert loss.untyped_storage().nbytes() == loss.element_size()
