@@ -115,7 +115,7 @@ def graph_kept_by_logging(facts: Facts) -> Seen | None:
         title="graphs of earlier steps are kept",
         evidence=f"graphs of {seen.kept_steps} earlier steps were alive at once"
         + (f"; tensors grew by {format_bytes(size)} a step" if size else ""),
-        remedy="add up or append loss.item() (or loss.detach())",
+        remedy="add up or append loss.item(), or loss.detach().clone()",
         fault=True,
         cost_bytes=int(size) if size else None,
         lines=_kept_lines(facts, with_graph=True),

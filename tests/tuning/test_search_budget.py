@@ -297,3 +297,12 @@ def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(t
     clock.now = 55.0 - needed + 1
     asked._try(compiled)
     assert asked.state.not_tried[-1].for_lack_of_time
+
+
+def test_a_bundle_that_looks_faster_gets_most_of_the_time(tmp_path: Path) -> None:
+    """Without a verdict on it, its members would be tried one by one in what is left."""
+    asked = search(tmp_path, Clock())
+    asked.state.observed = replace(asked.state.observed, step_seconds=0.25)
+    alone, together = asked._pace(), asked._pace(bundle=True)
+    assert together.seconds == alone.seconds
+    assert alone.longest_seconds <= asked._remaining() / 2 < together.longest_seconds < asked._remaining()

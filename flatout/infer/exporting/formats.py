@@ -108,7 +108,7 @@ def _needs_onnx() -> None:
     if missing:
         what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         limit = "ONNX files are written with onnx and onnxscript and verified with onnxruntime"
-        raise MachineError(what, limit=limit, remedy="pip install 'flatout[export]'")
+        raise MachineError(what, limit=limit, remedy=f"pip install {' '.join(missing)}")
 
 
 def _write_onnx(job: Job, path: Path) -> None:

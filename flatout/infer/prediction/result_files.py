@@ -98,7 +98,7 @@ def _check_same(path: Path, note: Path, expected: dict[str, object]) -> None:
         raise UsageError(
             f"{path} holds results of a newer Flatout, schema {short(known['schema'])}",
             limit=f"this is {__version__}, which goes on with schema {SCHEMA}",
-            remedy="pip install --upgrade flatout, or start over with --restart",
+            remedy="update Flatout, or start over with --restart",
         )
     for name in sorted({*known, *expected}):
         if known.get(name) != expected.get(name):
