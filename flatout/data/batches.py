@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
 
 from flatout import environment
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number
-from flatout.data.buckets import BucketOrder, Lengths, check_tokens, lengths_of
+from flatout.data.buckets import BucketOrder, Lengths, as_tokens, lengths_of
 from flatout.data.checksums import checksum
-from flatout.data.given_orders import BatchOrder, EpochOrder, length_of, samplers_in
+from flatout.data.given_orders import REPEATABLE, BatchOrder, EpochOrder, length_of, samplers_in
 from flatout.data.order import epoch_order, epoch_seed, share_of_rank, spans
 from flatout.data.prefetch import on_device
-from flatout.data.sources import Arrays, Collate, Source, Whole, source_of
+from flatout.data.sources import Arrays, Collate, Samples, Source, Whole, source_of
 from flatout.data.workers import Key, Pacing, Workers, start_method
 from flatout.errors import UsageError, describe_error
 from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
@@ -97,7 +97,7 @@ class Batches:
     ) -> None:
         self.seed = seed
         self.samples = len(source) if order is None else order.samples
-        """Samples in an epoch."""
+        """Samples in an epoch; where a sampler's number varies, what its length was at first."""
         self.epoch, self.position = 0, 0
         """The current epoch, and how many of its samples were handed out (by all ranks together)."""
         self.batch_size = handing_out.batch_size
@@ -108,20 +108,17 @@ class Batches:
         """(seed, epoch), a position, and the checksum of the indices before it."""
         self._workers: tuple[int, Workers] | None = None
         self._pacing = self._first_pacing()
-        if self.samples < handing_out.least_samples:
-            raise UsageError(
-                f"the data set has {self.samples} samples, and a batch at least {handing_out.least_samples}",
-                limit="an epoch would have no batch",
-                remedy="use a smaller batch_size, or drop_last=False",
-            )
+        self._warned = False
+        """Of generators of the data set's own."""
+        self._check_enough(self.samples, "the data set has")
 
     def __len__(self) -> int:
-        """Batches in a whole epoch; in the current one where their number varies: with `length` or a batch sampler."""
+        """Batches in a whole epoch; in the current one where their number varies: with `length` or a sampler."""
         if isinstance(self._order, BatchOrder):
             return len(self._order.spans(self.seed, self.epoch, 0))
         if isinstance(self._order, BucketOrder):
             return len(self._order.spans(self.seed, self.epoch, 0, least=self._out.least_samples))
-        whole, rest = divmod(self.samples, self._out.batch_size)
+        whole, rest = divmod(self._samples_now(), self._out.batch_size)
         return whole + (rest >= self._out.least_samples)
 
     @property
@@ -137,13 +134,14 @@ class Batches:
         if isinstance(self._order, BatchOrder):
             left_out = self._order.left_out(self.seed, self.epoch)
             return None if left_out is None else self._source.batch(left_out, epoch_seed(self.seed, self.epoch))
-        rest = self.samples % self._out.batch_size
         if self._order is not None and not isinstance(self._order, EpochOrder):
             return None
+        samples = self._samples_now()
+        rest = samples % self._out.batch_size
         if self._out.drop_last or not 0 < rest < self._out.ranks:
             return None
         order = self._order_of(self.seed, self.epoch)
-        return self._source.batch(order[self.samples - rest :], epoch_seed(self.seed, self.epoch))
+        return self._source.batch(order[samples - rest :], epoch_seed(self.seed, self.epoch))
 
     @property
     def workers(self) -> tuple[int, str]:
@@ -175,6 +173,7 @@ class Batches:
             state["buckets"] = self._order.rule
         if self.position:
             state["order"] = self._order_checksum(self.seed, self.epoch, self.position)
+        self._warn_of_own_generators()
         return state
 
     def load_state_dict(self, state: BatchesState) -> None:
@@ -196,16 +195,22 @@ class Batches:
             )
         seed, epoch, position = state["seed"], state["epoch"], state["position"]
         if position and "order" in state and state["order"] != self._order_checksum(seed, epoch, position):
+            own = isinstance(self._order, EpochOrder | BatchOrder) and self._order.draws.repeats is False
+            why = ", and the sampler draws from a generator of its own" if own else ""
+            remedy = REPEATABLE if own else "resume with the same shuffle, sampler and length"
             raise UsageError(
                 f"the saved position is in epoch {epoch} of samples that came in another order than here",
-                limit="an epoch goes on in the order in which it began",
-                remedy="resume with the same shuffle, sampler and length, or at the end of an epoch",
+                limit=f"an epoch goes on in the order in which it began{why}",
+                remedy=f"{remedy}, or resume at the end of an epoch",
             )
         self.seed, self.epoch, self.position = seed, epoch, position
+        self._warn_of_own_generators()
 
     def __iter__(self) -> Iterator[Any]:  # the type of a batch depends on the data
         order, seed = self._order_of(self.seed, self.epoch), epoch_seed(self.seed, self.epoch)
         self._current = (self.seed, self.epoch), order
+        if isinstance(self._order, EpochOrder) and not self.position:
+            self._check_enough(len(order), f"in epoch {self.epoch} the sampler drew")
         while True:
             todo = list(self._spans())
             made = self._made([(seed, self._share(order, span)) for span in todo])
@@ -223,7 +228,32 @@ class Batches:
             return iter(self._order.spans(self.seed, self.epoch, self.position))
         if isinstance(self._order, BucketOrder):
             return iter(self._order.spans(self.seed, self.epoch, self.position, least=self._out.least_samples))
-        return spans(self.samples, self.position, self._out.batch_size, least=self._out.least_samples)
+        return spans(self._samples_now(), self.position, self._out.batch_size, least=self._out.least_samples)
+
+    def _samples_now(self) -> int:
+        """In the current epoch: a sampler may draw another number in each."""
+        return len(self._order(self.seed, self.epoch)) if isinstance(self._order, EpochOrder) else self.samples
+
+    def _check_enough(self, samples: int, what: str) -> None:
+        if samples < self._out.least_samples:
+            raise UsageError(
+                f"{what} {samples} samples, and a batch at least {self._out.least_samples}",
+                limit="an epoch would have no batch",
+                remedy="use a smaller batch_size, or drop_last=False",
+            )
+
+    def _warn_of_own_generators(self) -> None:
+        """Once, where a state is saved or restored, for whose run it matters."""
+        if self._warned or not (self.epoch or self.position) or not isinstance(self._source, Samples):
+            return
+        if found := self._source.own_generators():
+            self._warned = True
+            warnings.warn(
+                f"{', '.join(found)}: the state of the data set's own random generator is not saved. If samples draw "
+                "from it, a resumed run continues with other samples; draw from the global generators of torch, numpy "
+                "or Python, which are seeded for each sample",
+                stacklevel=3,
+            )
 
     def _share(self, order: Tensor, span: tuple[int, int]) -> Tensor:
         start, stop = share_of_rank(*span, self._out.rank, self._out.ranks)
@@ -318,14 +348,14 @@ class Stream:
         self._data, self._out, self._collate = data, handing_out, collate_fn
         self._reading: _Reading | None = None
         """Of an iterator: what was read of it in this process."""
-        self._last: tuple[int, int, int] | None = None
+        self.last: tuple[int, int, int] | None = None
         """(epoch, position, checksum of the sample before it)."""
 
     def state_dict(self) -> StreamState:
         """Where the next batch begins."""
         state: StreamState = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
-        if self._last is not None and self._last[:2] == (self.epoch, self.position):
-            state["checksum"] = self._last[2]
+        if self.last is not None and self.last[:2] == (self.epoch, self.position):
+            state["checksum"] = self.last[2]
         return state
 
     def load_state_dict(self, state: StreamState) -> None:
@@ -336,7 +366,7 @@ class Stream:
             self._reading.ahead.clear()
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state.get("seed", self.seed)
         saved = state.get("checksum")
-        self._last = None if saved is None else (self.epoch, self.position, saved)
+        self.last = None if saved is None else (self.epoch, self.position, saved)
 
     def __iter__(self) -> Iterator[Any]:  # as for Batches
         set_epoch = getattr(self._data, "set_epoch", None)
@@ -350,7 +380,7 @@ class Stream:
         for batch in on_device(made, self._out.device, pin=self._out.plan.pin_memory is not False):
             one = reading.ahead.popleft()
             self.position += one.samples
-            self._last = self.epoch, self.position, one.checksum
+            self.last = self.epoch, self.position, one.checksum
             yield batch
         if self.position == 0:
             raise no_batch("stream", self.epoch, once=self.once)
@@ -373,7 +403,7 @@ class Stream:
                 limit=f"the saved position is after sample {self.position}",
                 remedy="resume with the data of that run",
             )
-        saved = self._last
+        saved = self.last
         if saved is not None and saved[:2] == (self.epoch, self.position) and saved[2] != checksum(last):
             warnings.warn(
                 f"the stream yielded another sample {self.position} than before; the run continues, but not bit for "
@@ -459,11 +489,14 @@ def whole_epoch(data: object) -> Iterator[None]:
         yield
         return
     place = data.epoch, data.position
+    last = data.last if isinstance(data, Stream) else None
     data.position = 0
     try:
         yield
     finally:
         data.epoch, data.position = place
+        if isinstance(data, Stream):
+            data.last = last
 
 
 def no_batch(what: str, epoch: int, *, once: bool) -> UsageError:
@@ -507,15 +540,18 @@ def batches(
     an epoch begins, and changes that it makes to itself there are not seen here. `Plan(loader_workers=0)` keeps it in
     this process, where a stream always is. A loader's batch sampler makes the batches, unless batch_size is given.
 
+    What samples draw from the global random generators of torch, numpy and Python follows from seed, epoch and sample,
+    in a resumed run too. The state of a generator that a data set or a sampler keeps for itself is not saved.
+
     Raises UsageError for data of any other kind, empty data, and arrays that differ in length.
     """
     from torch.utils.data import DataLoader
 
     plan = as_plan(plan, "batches")
-    as_whole_number(seed, "seed", least=-(2**63))
+    seed = as_whole_number(seed, "seed", least=-(2**63))
     rank, ranks = _place(rank, ranks, plan)
     order: EpochOrder | BatchOrder | BucketOrder | None = None
-    check_tokens(tokens, length, drop_last=drop_last)
+    tokens = as_tokens(tokens, length, drop_last=drop_last)
     if isinstance(data, DataLoader):
         loader, data, most = data, data.dataset, batch_size
         batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, ranks)
@@ -557,7 +593,7 @@ def _buckets(
     data: object, length: Lengths, tokens: int | None, batch_size: int | None, shuffle: bool, ranks: int
 ) -> BucketOrder:
     if tokens is None or batch_size is not None:
-        _checked(batch_size, ranks)
+        batch_size = _checked(batch_size, ranks)
     lengths = lengths_of(data, length)
     if not lengths:
         raise UsageError("the data set is empty", limit="an epoch needs at least one sample")
@@ -612,7 +648,13 @@ def _of_loader(
             raise UsageError("the loader makes no batches", limit=limit, remedy="pass batch_size=64")
         order = BatchOrder(loader.batch_sampler, length_of(loader.dataset, "the loader's data set"), ranks)
         largest = max((stop - start for start, stop in order.spans(0, 0, 0)), default=0)
-        return largest or None, False, order
+        if not largest:
+            raise UsageError(
+                f"the batch sampler made a single batch, of fewer samples than the {ranks} ranks",
+                limit="each rank has at least one sample of a batch",
+                remedy="make larger batches",
+            )
+        return largest, False, order
     sampler = loader.sampler
     if loader.batch_size is None and loader.batch_sampler is not None:  # the loader's own sampler is a placeholder
         if type(loader.batch_sampler) is BatchSampler:

@@ -113,10 +113,11 @@ class BucketOrder:
         return [*batches, batch]
 
 
-def check_tokens(tokens: object, length: object, *, drop_last: bool) -> None:
+def as_tokens(tokens: object, length: object, *, drop_last: bool) -> int | None:
+    """`tokens`, if it fits what is given with it."""
     if tokens is None:
-        return
-    as_whole_number(tokens, "tokens")
+        return None
+    tokens = as_whole_number(tokens, "tokens")
     if length is None:
         remedy = "pass length=len, length=lambda sample: len(sample[0]), or the lengths of all samples"
         raise UsageError(f"tokens is {tokens}", limit="a budget of tokens needs the samples' lengths", remedy=remedy)
@@ -126,6 +127,7 @@ def check_tokens(tokens: object, length: object, *, drop_last: bool) -> None:
             limit="batches then differ in their number of samples anyway",
             remedy="leave it out",
         )
+    return tokens
 
 
 def lengths_of(data: object, length: object) -> list[int]:

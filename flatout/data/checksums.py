@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING
 
-from flatout.data.nested import is_numpy_array, leaves_in
+from flatout.data.nested import is_numpy_array, leaves_in, map_leaves, moves_itself
 from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
@@ -34,6 +34,33 @@ def checksum(nested: object) -> int:
             written = _written(leaf.tolist() if is_numpy_array(leaf) else leaf)
             found = zlib.crc32(f"{path} {written}".encode("utf-8", "surrogatepass"), found)
     return found
+
+
+class Kept:
+    """Something as it is now, for a checksum that is taken later, if at all. No tensor is copied.
+
+    Entries that are added to it or taken out later do not change the checksum.
+    """
+
+    def __init__(self, nested: object) -> None:
+        self._versions: list[tuple[Tensor, int]] = []
+        self._nested = map_leaves(self._noted, nested, lambda value: moves_itself(value) or is_numpy_array(value))
+
+    def checksum(self) -> int | None:
+        """None if one of its tensors was changed in place since: what it held is not known any more."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            return None
+        return checksum(self._nested)
+
+    def _noted(self, leaf: object) -> object:
+        import torch
+
+        if is_numpy_array(leaf):
+            return leaf.copy()  # nothing counts its changes
+        for _, tensor in leaves_in(leaf, "batch", lambda value: isinstance(value, torch.Tensor)):
+            if not tensor.is_inference():  # those can be changed in inference mode only, and count nothing
+                self._versions.append((tensor, tensor._version))
+        return leaf
 
 
 def _written(value: object) -> str:

@@ -2,6 +2,7 @@
 
 Whether it yields the same batches again cannot be known in advance. So it is read up to the position with the random
 generators in the states that they had when the epoch began, and the last batch is compared with the one of that time.
+It is not compared where a step had changed it in place: what it held is not known when the state is saved.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NotRequired, TypeGuard
 
 from flatout.data.batches import Batches, PlaceState, Stream, batches, no_batch, other_kind
-from flatout.data.checksums import checksum
+from flatout.data.checksums import Kept, checksum
 from flatout.data.nested import batch_length, to_device
 from flatout.data.sources import is_indexed
 from flatout.errors import UsageError
@@ -48,15 +49,16 @@ class GivenBatches:
         self._began: Mapping[str, object] | None = None
         self._before_last: Mapping[str, object] | None = None
         """Random states: when the epoch began, and before its last batch was made."""
-        self._last: object = None
-        """The last batch, or its checksum."""
+        self._last: Kept | int | None = None
+        """The last batch as it was given, or its checksum; None where that is not known."""
 
     def state_dict(self) -> GivenBatchesState:
         """Where the next batch begins, and what is needed to find it again."""
         state: GivenBatchesState = {"epoch": self.epoch, "position": self.position, "batches": True}
         if self.position:
             state["generators"], state["generators_of_last"] = self._began, self._before_last
-            state["checksum"] = self._last_checksum()
+            if (found := self._last_checksum()) is not None:
+                state["checksum"] = found
         return state
 
     def load_state_dict(self, state: GivenBatchesState) -> None:
@@ -77,7 +79,7 @@ class GivenBatches:
                 if given is _END:
                     break
                 batch = to_device(given, self._device)
-            self.position, self._last, self._before_last = self.position + 1, batch, before
+            self.position, self._last, self._before_last = self.position + 1, Kept(given), before
             self.batch_size = _samples_of(batch)
             yield batch
         if self.position == 0:
@@ -102,12 +104,12 @@ class GivenBatches:
                     set_generators(self._before_last)
                 if (last := next(rest, _END)) is _END:
                     raise _other_data(f"ended after {passed} of the {self.position} batches that were trained on")
-        if checksum(last) != expected:
+        if expected is not None and checksum(last) != expected:
             raise _other_data(f"yielded another batch {self.position} than before")
         return rest
 
-    def _last_checksum(self) -> int:
-        return self._last if isinstance(self._last, int) else checksum(self._last)
+    def _last_checksum(self) -> int | None:
+        return self._last.checksum() if isinstance(self._last, Kept) else self._last
 
 
 def _other_data(what: str) -> UsageError:

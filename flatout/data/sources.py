@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, TypeVar
@@ -102,45 +103,71 @@ class Samples:
         self._may_draw = type(dataset) is not list or collate_fn is not default_collate
         """Does any code of the user's run here? The check costs as much as a batch of a list."""
         self._draws = False
-        """Did a sample draw random numbers? Until one does, samples need no seeds. The check takes as long as some
-        samples: it is made in all batches of the first epoch, in which every sample comes up, and then in the first of
-        each."""
-        self._first_seed: int | None = None
+        """Did a sample draw random numbers? Until one does, samples need no seeds."""
+        self._quiet = bytearray(len(dataset))
+        """For each sample: has it come up in this process without a draw? Of this process alone, as what came up before
+        differs between a resumed run and one that never stopped, and between workers."""
         self._checked_seed: int | None = None
+        """Of the epoch whose first batch was checked: augmentation may begin in a later one."""
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def batch(self, indices: Tensor, seed: int) -> object:
         wanted: list[int] = indices.tolist()
-        if not self._may_draw or (not self._draws and self._is_checked(seed)):
+        if not self._may_draw:
             return self._plain(wanted)
-        if not self._draws:
-            with undrawn_on_failure() as before:
-                made = self._plain(wanted)
-            if not drawn_since(before):
-                return made
+        if self._draws:
+            return self._seeded(wanted, seed)
+        if seed == self._checked_seed and all(self._quiet[i] for i in wanted):
+            return self._plain(wanted)
+        with undrawn_on_failure() as before:
+            made = self._plain(wanted)
+        if drawn_since(before):
             set_generators(before)  # augmentation begins here: this batch too is made from (seed, epoch, index)
             self._draws = True
-        return self._seeded(wanted, seed)
+            return self._seeded(wanted, seed)
+        self._checked_seed = seed
+        for i in wanted:
+            self._quiet[i] = True
+        return made
 
-    def _is_checked(self, seed: int) -> bool:
-        if self._first_seed is None:
-            self._first_seed = seed
-        known, self._checked_seed = seed == self._checked_seed, seed
-        return known and seed != self._first_seed
+    def own_generators(self) -> list[str]:
+        """The attributes of the data set, and of those that it is made from, that hold random generators."""
+        found: list[str] = []
+        dataset: object = self._dataset
+        while dataset is not None:
+            attributes = getattr(dataset, "__dict__", {})
+            found += [f"{type(dataset).__name__}.{name}" for name, one in attributes.items() if _is_own_generator(one)]
+            dataset = attributes.get("dataset")
+        return found
 
     def _plain(self, wanted: list[int]) -> object:
         many = getattr(self._dataset, "__getitems__", None)
         return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
 
     def _seeded(self, wanted: list[int], seed: int) -> object:
+        many = getattr(self._dataset, "__getitems__", None)
         with generators_kept():
             samples = []
             for i in wanted:
                 seed_generators(epoch_seed(seed, i + 1))
-                samples.append(self._dataset[i])
+                samples.append(many([i])[0] if many else self._dataset[i])
             return self._collate(samples)
+
+
+def _is_own_generator(value: object) -> bool:
+    """Is it a random generator, and none of the global ones, which are seeded for each sample?"""
+    import torch
+
+    if isinstance(value, torch.Generator):
+        return value is not torch.default_generator
+    if isinstance(value, random.Random):
+        return value is not getattr(random.random, "__self__", None)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
+        return False
+    return value is not getattr(numpy.get_state, "__self__", None)
 
 
 class Whole:

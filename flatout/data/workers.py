@@ -80,6 +80,7 @@ class Workers:
             _Dataset(source),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._keys,
+            collate_fn=_as_it_is,  # torch's default makes tensors of arrays, and lists of tuples
             num_workers=count,
             persistent_workers=persistent,
             prefetch_factor=prefetch_factor,
@@ -91,6 +92,10 @@ class Workers:
     def batches(self, keys: Sequence[Key]) -> Iterator[object]:
         self._keys.keys = keys
         return iter(self._loader)
+
+
+def _as_it_is(batch: object) -> object:
+    return batch
 
 
 def _leave_interrupts_to_the_main_process(worker: int) -> None:
