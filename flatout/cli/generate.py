@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from flatout.infer.tokenizer_source import Tokenizer
     from flatout.plan import Plan
 
+_PROMPT_KEYS = ("prompt", "text", "input_ids")
+"""Of a line that is a JSON object."""
 
 ModelArgument = Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")]
 PromptsFile = Annotated[
@@ -192,8 +194,18 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
             value = json.loads(line)
         except ValueError as error:
             raise UsageError(f"{file}, line {number} is not JSON: {error}") from error
-        given.append(value.get("prompt", value.get("text")) if isinstance(value, dict) else value)
+        given.append(_prompt_in(value, f"{file}, line {number}") if isinstance(value, dict) else value)
     return given
+
+
+def _prompt_in(line: dict[str, object], where: str) -> object:
+    from flatout.errors import UsageError
+
+    for name in _PROMPT_KEYS:
+        if name in line:
+            return line[name]
+    has = ", ".join(map(repr, line)) or "no keys"
+    raise UsageError(f"{where} has {has}", limit=f"a prompt is under {', '.join(map(repr, _PROMPT_KEYS))}")
 
 
 def _text_or_ids(text: str, has_tokenizer: bool) -> str | list[int]:

@@ -89,7 +89,9 @@ def _run(
             model, module, inputs, plan, tokenizer=tokenizer, keep=keep, check_finite=made["check_finite"]
         )
         predictor = Predictor(module, plan, **made)  # may prepare the weights in place
-        results = open_results(out, of, restart=restart, keep=keep)
+        results = open_results(
+            out, of, restart=restart, keep=keep, warn=lambda text: print(f"warning: {text}", file=sys.stderr)
+        )
         before = results.done
         failures: list[str] = []
         predictions = predictor(source.begin(before), first_index=before, progress=True, total=source.count - before)

@@ -220,6 +220,8 @@ def _prices(prices: Mapping[str, float] | None) -> dict[str, float]:
     if prices is not None and not isinstance(prices, Mapping):
         raise wrong("prices", prices, PRICES_ARE)
     for name, price in (prices or {}).items():
+        if not isinstance(name, str):
+            raise UsageError(f"prices has the key {described(name)}", limit=PRICES_ARE)
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < float("inf"):
             raise UsageError(f"the price of {name!r} is {price!r}", limit="it is a number above 0, of one hour")
         found[name if name == CPU else catalogue_entry(name).key] = float(price)

@@ -51,7 +51,7 @@ def test_one_prompt_is_shown_and_nothing_else(capsys: Any) -> None:
 
 
 def test_texts_of_several_prompts_and_as_lines(capsys: Any, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('"you"\n{"prompt": "me"}\n[1, 2]\n')
+    (tmp_path / "prompts.jsonl").write_text('"you"\n{"prompt": "me"}\n{"input_ids": [1, 2]}\n')
     command = ["generate", MODEL, *TOKENIZER, "--prompts", "prompts.jsonl", "--max-new-tokens", "6"]
     assert main([*command, "--weights", "int8", "--out", "made.jsonl", "--temperature", "0.8", "--seed", "3"]) == 0
     assert capsys.readouterr().out == ""
@@ -84,10 +84,12 @@ def test_a_plan_and_what_goes_before_it(capsys: Any, tmp_path: Path) -> None:
         (["--prompts", "none.txt"], "cannot read none.txt"),
         (["--prompt", "a", "--tokenizer", "net_to_speak.py:GPT2Config"], "without encode"),
         (["--prompt", "1", "--out", "none/made.jsonl"], "there is no folder"),
-        (["--prompt", ",".join(["1"] * 64)], "prompt 0 has 64 tokens; the model reads prompts of at most 63"),
+        (["--prompt", ",".join(["1"] * 65)], "prompt 0 has 65 tokens; the model reads prompts of at most 64"),
+        (["--prompts", "odd.jsonl"], "odd.jsonl, line 2 has 'ids'; a prompt is under 'prompt', 'text', 'input_ids'"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(options: list[str], told: str, capsys: Any) -> None:
+    Path("odd.jsonl").write_text('[1]\n{"ids": [1, 2]}\n')
     assert main(["generate", MODEL, *options]) == 2
     error = capsys.readouterr().err
     assert told in error

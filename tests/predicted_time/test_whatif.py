@@ -263,6 +263,7 @@ def test_recurrent_layers_are_not_timed_one_by_one() -> None:
         ({"prices": {"h100": True}}, "above 0"),
         ({"prices": [2.5]}, "of an hour by device"),
         ({"prices": []}, "of an hour by device"),
+        ({"prices": {1: 2.0}}, "prices has the key 1; it is a dict, of an hour by device"),
         ({"devices": ["h100"], "prices": {"t4": 1.0}}, "devices asked for: h100"),
         ({"plan": "bf16"}, "flatout.Plan"),
     ],

@@ -11,7 +11,7 @@ from torch import nn
 from flatout import Plan, TrainStep, forecast, supervised
 from flatout.errors import UsageError
 from flatout.memory.cuda_workspaces import keeps_blas_workspace
-from flatout.memory.forecast import Target, forecast_of
+from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Allocation, Timeline
 from flatout.sizing.target import find_target
 from tests.allocator_record import allocator_recorded, window
@@ -312,6 +312,19 @@ def test_weights_and_gradients_are_not_extended_with_the_batch() -> None:
     assert found.categories["gradients"] <= weights
     assert found.categories["optimizer"] <= 2 * weights + 100
     assert found.tensor_bytes == sum(found.categories.values())
+
+
+def test_sparse_gradients_are_said_and_widen_the_range() -> None:
+    def of(sparse: bool) -> MemoryForecast:
+        model = nn.Sequential(nn.Embedding(500, 8, sparse=sparse), nn.Flatten(), nn.Linear(32, 10))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), LOSS)
+        return forecast(step, (torch.randint(500, (64, 4)), torch.randint(10, (64,))))
+
+    found, dense = of(True), of(False)
+    assert found.uncertainty > 1
+    assert found.not_covered[:-1] == dense.not_covered
+    assert found.not_covered[-1].startswith("sparse gradients: ")
+    assert dense.uncertainty < 0.5
 
 
 def test_the_allocator_s_settings_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

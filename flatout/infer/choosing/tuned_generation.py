@@ -108,7 +108,9 @@ class TunedGeneration:
         each = max(1, left // self.count)
         found = []
         for prompt, made in zip(self.prompts, own, strict=True):
-            text = [*prompt, *made[: each - 1]]
+            text = [*prompt, *made[: each - 1]][
+                : exact.decoder.max_tokens
+            ]  # the last token may be beyond what it reads
             found.append((text, len(prompt) - 1, _logits(exact, text)[len(prompt) - 1 :]))
         return found
 

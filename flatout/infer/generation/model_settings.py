@@ -34,7 +34,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "token_healing": (False,),
     "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "max_length": (20,),  # the default of releases that wrote it into every config
 }
 """Setting -> values that are equivalent to unset."""
 _WITHOUT_EFFECT = frozenset(
@@ -104,7 +103,9 @@ def read_settings(model: object, given: Mapping[str, object], *, encodes: bool =
     if config is None:
         return ModelSettings(end_tokens=_tokens(getattr(getattr(model, "config", None), "eos_token_id", None)))
     value = _reader(config)
-    sampled = given["temperature"] != 0 if given.get("temperature") is not None else bool(value("do_sample"))
+    temperature = given.get("temperature")
+    greedy = not value("do_sample") if temperature is None else isinstance(temperature, int | float) and not temperature
+    sampled = not greedy
     _refuse_others(config, value, sampled, encodes)
     ngram = value("no_repeat_ngram_size")
     sampling = {"repetition_penalty": value("repetition_penalty"), "no_repeat_ngram": ngram}
@@ -120,7 +121,7 @@ def read_settings(model: object, given: Mapping[str, object], *, encodes: bool =
         sampling={name: one for name, one in sampling.items() if one is not None and given.get(name) is None},
         rules={name: one for name, one in rules.items() if one is not None and given.get(name) is None},
         max_new_tokens=most if given.get("max_new_tokens") is None else None,
-        max_length=value("max_length") if most is None and given.get("max_new_tokens") is None else None,
+        max_length=_most_in_all(config) if most is None and given.get("max_new_tokens") is None else None,
         stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         decoder_start_token=_start(value) if encodes else None,
     )
@@ -129,6 +130,10 @@ def read_settings(model: object, given: Mapping[str, object], *, encodes: bool =
 def _drawing(value: _Read, given: Mapping[str, object]) -> dict[str, object]:
     """As transformers draws. Its own default of top_k belongs to do_sample, not to a temperature of the caller's."""
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
+    if given.get("temperature") is None and temperature == 0:  # top_k below may be of nobody's choosing
+        what = f"the model's generation_config has do_sample = True with temperature = {temperature!r}"
+        remedy = "pass temperature=0 for greedy text, or 0.7 to 1.0 to sample"
+        raise UsageError(what, limit="drawing takes a temperature above 0", remedy=remedy)
     if given.get("temperature") is None and top_k is None:
         top_k = _DEFAULT_TOP_K
     return {
@@ -137,6 +142,12 @@ def _drawing(value: _Read, given: Mapping[str, object]) -> dict[str, object]:
         "top_p": None if top_p is None or top_p >= 1 else top_p,
         "min_p": value("min_p"),
     }
+
+
+def _most_in_all(config: object) -> int | None:
+    """max_length, where somebody set it: some releases of transformers have it at 20 in every config."""
+    found: int | None = getattr(config, "max_length", None)
+    return None if found == getattr(type(config)(), "max_length", None) else found
 
 
 def _refuse_others(config: object, value: _Read, sampled: bool, encodes: bool) -> None:

@@ -65,8 +65,8 @@ class Prepared:
 
     @property
     def max_tokens(self) -> int | None:
-        """The longest sequence, prompt and new tokens together (of an encoder-decoder: source, and target); None = no
-        limit is known."""
+        """The most that it reads: the prompt and all new tokens but the last (of an encoder-decoder: the source, and
+        the target); None = no limit is known."""
         engine = self.engine
         return engine.max_tokens if isinstance(engine, WholeTexts | StateEngine) else engine.decoder.max_tokens
 

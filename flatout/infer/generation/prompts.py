@@ -26,7 +26,6 @@ def read_prompts(
     tokenizer: Tokenizer | None,
     vocabulary: int,
     max_tokens: int | None,
-    leave: int = 1,
     attention_mask: object = None,
     pad_token: int | None = None,
     end_tokens: Sequence[int] = (),
@@ -36,9 +35,9 @@ def read_prompts(
     prompts: a text, a list of ids or a whole-number tensor [tokens] is one prompt; a list of those, or a tensor
     [prompts, tokens], are several; so is what a tokenizer of transformers returns, a mapping with input_ids and
     attention_mask. Texts need a tokenizer (anything with `encode`). attention_mask: 1 = text, 0 = padding, in the
-    shape of the ids; padding stands before or behind a text. max_tokens: of the longest sequence, `leave` of which are
-    for what is generated (None = no limit is known). UsageError for a prompt that is empty, fills the model's
-    longest sequence, holds an id outside of the vocabulary, or is of another type.
+    shape of the ids; padding stands before or behind a text. max_tokens: the most that the model reads (None = no limit
+    is known). UsageError for a prompt that is empty, longer than that, holds an id outside of the vocabulary, or is of
+    another type.
     """
     if isinstance(prompts, Mapping):
         prompts, attention_mask = _of_tokenizer(prompts, attention_mask)
@@ -51,8 +50,7 @@ def read_prompts(
     elif _may_be_padded(prompts, ids, pad_token):
         assert pad_token is not None
         ids = _without_pads(ids, pad_token, end_tokens)
-    most = None if max_tokens is None else max_tokens - leave
-    return [_checked(index, one, vocabulary, most) for index, one in enumerate(ids)]
+    return [_checked(index, one, vocabulary, max_tokens) for index, one in enumerate(ids)]
 
 
 def _of_tokenizer(found: Mapping[str, object], mask: object) -> tuple[object, object]:

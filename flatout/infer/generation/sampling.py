@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatout.errors import NumericsError, UsageError
+from flatout.infer.generation.token_ids import plain_number
 
 SEEDS = 1 << 63
 """Seeds are below this, as for the rest of Flatout's generators."""
@@ -56,6 +57,8 @@ class Sampling:
     """The text is a function of it; None = a new one each time, which the result reports."""
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, plain_number(getattr(self, one.name)))
         _check("temperature", self.temperature, low=0, remedy="pass 0 for greedy, or about 0.7 to 1.0 to sample")
         _check("top_k", self.top_k, low=1, whole=True, remedy="leave it out to keep all tokens")
         _check("top_p", self.top_p, low=0, high=1, above=True, remedy="leave it out to keep all tokens")
@@ -300,5 +303,5 @@ def no_usable_logits(prompt: int, position: int) -> NumericsError:
         f"the logits for generated token {position} of prompt {prompt} are NaN, +inf or all -inf",
         limit="a next token needs at least one finite logit, no NaN and no +inf",
         remedy="if fp32 gives finite ones, use precision='fp32'; else look for NaN in the weights, "
-        "or loosen no_repeat_ngram if it banned every token",
+        "or loosen no_repeat_ngram, suppress_tokens and bad_words_ids, which may have banned every token",
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flatout.errors import UsageError
 from flatout.infer.generation.sampling import Sampling, Uniforms, adjusted, next_tokens, unusable
-from flatout.infer.generation.token_ids import whole_number
+from flatout.infer.generation.token_ids import plain_number, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ class TokenRules:
 
     def __post_init__(self) -> None:
         for name in ("min_new_tokens", "min_length"):
-            value = getattr(self, name)
+            value = plain_number(getattr(self, name))
+            object.__setattr__(self, name, value)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 0")
         for name in ("suppress_tokens", "begin_suppress_tokens"):

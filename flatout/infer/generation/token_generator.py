@@ -34,6 +34,7 @@ from flatout.infer.generation.share import known_ceilings
 from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
+from flatout.infer.generation.token_ids import plain_number
 from flatout.infer.generation.torch_decoder import TorchPasses
 from flatout.infer.tokenizer_source import Tokenizer, decode_of, encode_of
 from flatout.plan import Plan
@@ -60,8 +61,8 @@ class _Request:
 
     @property
     def length(self) -> int:
-        """Of the longest text; of an encoder-decoder, of its target."""
-        return max(len(text.prompt) + text.limit for text in self.texts)
+        """Of the longest text (of an encoder-decoder, of its target) without its last token, which nothing reads."""
+        return max(len(text.prompt) + text.limit - 1 for text in self.texts)
 
 
 class TokenGenerator:
@@ -213,6 +214,7 @@ class TokenGenerator:
         start: int | None,
     ) -> _Request:
         max_new_tokens = _count("max_new_tokens", max_new_tokens)
+        settings = {name: plain_number(value) for name, value in settings.items()}
         prepared, draft = self._current()
         vocabulary, encodes = prepared.vocabulary, prepared.encodes
         given = {**settings, "max_new_tokens": max_new_tokens, "stop": stop}
@@ -223,15 +225,13 @@ class TokenGenerator:
             tokenizer=self.tokenizer,
             vocabulary=vocabulary,
             max_tokens=prepared.max_tokens,
-            leave=0 if encodes else 1,
             attention_mask=attention_mask,
             pad_token=pad,
             end_tokens=own.end_tokens,
         )
-        first = _start_token(start, own, vocabulary, encodes)
-        ends = [] if no_end else [one for one in own.end_tokens if one < vocabulary]
-        choice = _choice(settings, own, ends)
-        choice.rules.check(vocabulary)
+        first = _start_token(plain_number(start), own, vocabulary, encodes)
+        ends = [] if no_end else [one for one in own.end_tokens if 0 <= one < vocabulary]
+        choice = _choice(settings, own, ends, vocabulary)
         stops = stops_from(list(own.stop_strings) if stop is None else stop, ends, self._words, vocabulary=vocabulary)
         seed = None if choice.sampling.greedy else choice.sampling.seed
         seed = fresh_seed() if seed is None and not choice.sampling.greedy else seed
@@ -239,7 +239,8 @@ class TokenGenerator:
         for index, one in enumerate(ids):
             prompt = one if first is None else [first]
             wanted = _wanted(prompt, max_new_tokens, own)
-            room = wanted if prepared.max_tokens is None else prepared.max_tokens - len(prompt)
+            # The last token is not read: it may be one more than the model reads.
+            room = wanted if prepared.max_tokens is None else prepared.max_tokens - len(prompt) + 1
             texts.append(self._text(index, prompt, None if first is None else one, room, wanted, stops, seed))
         slots = min(self._slots or DEFAULT_SLOTS[prepared.engine.device.type], len(texts))
         return _Request(
@@ -442,11 +443,11 @@ def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -
     return own.max_length - len(prompt)
 
 
-def _count(name: str, value: int | None) -> int | None:
-    return None if value is None else as_whole_number(value, name)
+def _count(name: str, value: object) -> int | None:
+    return None if value is None else as_whole_number(plain_number(value), name)
 
 
-def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int]) -> Choice:
+def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int], vocabulary: int) -> Choice:
     """What the caller set, and else the model."""
     of_sampling = [one.name for one in fields(Sampling)]
     of_rules = [one.name for one in fields(TokenRules) if one.init]
@@ -458,15 +459,30 @@ def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int]
             raise UsageError(
                 f"generating has no setting {name!r}", limit=f"there are {', '.join(known)}", remedy=remedy
             )
+    _check_own(own, vocabulary)
     given = {name: value for name, value in settings.items() if value is not None}
     sampling = {**own.sampling, **{name: value for name, value in given.items() if name in of_sampling}}
     rules = {**own.rules, **{name: value for name, value in given.items() if name in of_rules}}
     make_sampling: Callable[..., Sampling] = Sampling  # both check their fields themselves
     make_rules: Callable[..., TokenRules] = TokenRules
-    return Choice(sampling=make_sampling(**sampling), rules=make_rules(**rules).with_ends(ends))
+    choice = Choice(sampling=make_sampling(**sampling), rules=make_rules(**rules).with_ends(ends))
+    choice.rules.check(vocabulary)
+    return choice
 
 
-def _start_token(given: int | None, own: ModelSettings, vocabulary: int, encodes: bool) -> int | None:
+def _check_own(own: ModelSettings, vocabulary: int) -> None:
+    """UsageError that names the generation_config: the caller did not pass these."""
+    make_sampling: Callable[..., Sampling] = Sampling
+    make_rules: Callable[..., TokenRules] = TokenRules
+    try:
+        make_sampling(**{"temperature": 1.0, **own.sampling})  # the caller's temperature may be what it draws with
+        make_rules(**own.rules).check(vocabulary)
+    except UsageError as error:
+        remedy = "change model.generation_config (generation_config.json), or pass another value"
+        raise UsageError(f"the model's generation_config: {error.what}", limit=error.limit, remedy=remedy) from error
+
+
+def _start_token(given: object, own: ModelSettings, vocabulary: int, encodes: bool) -> int | None:
     """What the texts of an encoder-decoder begin with; None for another model."""
     if not encodes:
         if given is not None:

@@ -127,10 +127,12 @@ class Predictor:
         `progress`: with a bar on the terminal's stderr; `total`: how many inputs there are, if they do not say.
         """
         _check_inputs(inputs)
-        iterable = hasattr(inputs, "__iter__") and getattr(inputs, "ndim", 1) != 0
-        if isinstance(inputs, str | bytes) or not (iterable or _is_map_style(inputs)):
+        iterable = hasattr(inputs, "__iter__")
+        number = getattr(inputs, "ndim", 1) == 0  # a tensor or array with the methods of an iterable
+        if isinstance(inputs, str | bytes) or number or not (iterable or _is_map_style(inputs)):
             limit = "predict takes an iterable of inputs, each without a batch dimension"
-            raise UsageError(f"inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")
+            what = f"inputs is {type(inputs).__name__}{' of a single number' if number else ''}"
+            raise UsageError(what, limit=limit, remedy="for one: [input]")
         source: Iterable[object] = inputs
         if not iterable and _is_map_style(inputs):
             source = _of_dataset(inputs)

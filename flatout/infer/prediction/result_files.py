@@ -3,6 +3,9 @@
     NAME.jsonl    a line for each input: {"index": 3, "output": [...]} or {"index": 3, "failed": "why"}
     a folder      files of 1024 results each, results-00000000.safetensors: tensors "3" or "3.last_hidden_state"
 
+Lines hold tensors, arrays, numbers, texts, truth values and None; a folder holds tensors and arrays. A warning names
+what else the outputs have, once; an output of which nothing can be written is an error.
+
 An incomplete last line is removed on resume; a file in a folder is written atomically. `run.json` beside them records
 what they are of (`run_identity`): results of different runs are never mixed. It has the schema of all these files.
 """
@@ -15,17 +18,21 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from flatout import __version__
-from flatout.data.nested import leaves_in
 from flatout.errors import UsageError, describe_error
+from flatout.infer.output_tensors import output_values
 from flatout.infer.prediction.predicted import Failed
 from flatout.plan_document import short
 from flatout.whole_files import written_whole
@@ -51,8 +58,18 @@ class Results(Protocol):
         """Everything that was added is on the disk."""
 
 
-def open_results(path: Path, of: Mapping[str, object], *, restart: bool, keep: str = "") -> Results:
-    """`of` says what the results are of. UsageError where the place holds other results, or anything else."""
+def open_results(
+    path: Path,
+    of: Mapping[str, object],
+    *,
+    restart: bool,
+    keep: str = "",
+    warn: Callable[[str], None] = warnings.warn,
+) -> Results:
+    """`of` says what the results are of; `warn` is told, once, what of them cannot be written.
+
+    UsageError where the place holds other results, or anything else.
+    """
     lines = path.suffix == ".jsonl"
     if not lines and path.suffix and not path.suffix[1:].isdigit() and not path.is_dir():
         raise UsageError(
@@ -73,7 +90,8 @@ def open_results(path: Path, of: Mapping[str, object], *, restart: bool, keep: s
             path.mkdir(parents=True, exist_ok=True)
         if not note.exists():
             _write_whole(note, lambda temporary: temporary.write_text(json.dumps(expected, indent=1) + "\n"))
-        return _Lines(path, keep) if lines else _Folder(path, keep)
+        holds = _Writable(keep, _IN_LINES if lines else _IN_FOLDERS, warn)
+        return _Lines(path, holds) if lines else _Folder(path, holds)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
 
@@ -121,9 +139,9 @@ def _forget(path: Path, note: Path, lines: bool) -> None:
 
 
 class _Lines:
-    def __init__(self, path: Path, keep: str) -> None:
+    def __init__(self, path: Path, writable: _Writable) -> None:
         self.done = self.failed = 0
-        self._path, self._keep = path, keep
+        self._path, self._writable = path, writable
         path.touch()
         self._file = open(path, "r+b")  # noqa: SIM115
         whole = 0
@@ -143,7 +161,7 @@ class _Lines:
             self.failed += 1
             line["failed"] = str(result).partition(": ")[2]
         else:
-            line["output"] = _plain(kept(result, self._keep))
+            line["output"] = _plain(self._writable.of(result))
         with _written(self._path):
             self._file.write(json.dumps(line).encode() + b"\n")
             self._unsaved += 1
@@ -164,9 +182,9 @@ class _Lines:
 
 
 class _Folder:
-    def __init__(self, path: Path, keep: str) -> None:
+    def __init__(self, path: Path, writable: _Writable) -> None:
         self.done = self.failed = 0
-        self._path, self._keep = path, keep
+        self._path, self._writable = path, writable
         self._tensors: dict[str, Tensor] = {}
         self._failures: dict[int, str] = {}
         self._added = 0
@@ -188,7 +206,8 @@ class _Folder:
             self.failed += 1
             self._failures[index] = str(result).partition(": ")[2]
         else:
-            for name, tensor in named_tensors(kept(result, self._keep)).items():
+            for name, value in self._writable.of(result).items():
+                tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
                 self._tensors[f"{index}.{name}" if name else str(index)] = tensor
         self._added += 1
         if self._added == RESULTS_A_FILE:
@@ -219,26 +238,92 @@ def kept(result: object, name: str) -> object:
         return result[int(name)]
     if name.isidentifier() and hasattr(result, name) and not hasattr(result, "device"):
         return getattr(result, name)
-    there = ", ".join(named_tensors(result)) or "one tensor without a name"
+    there = ", ".join(named_values(result)) or "a single value without a name"
     raise UsageError(f"the output has no {name!r}", limit=f"it has {there}", remedy="name another with --keep")
 
 
 def named_tensors(result: object) -> dict[str, Tensor]:
     """The tensors of a result by name: '' for a single one, else 'pooled', '0', 'a.b'."""
+    return {name: value for name, value in named_values(result).items() if isinstance(value, Tensor)}
+
+
+def named_values(result: object) -> dict[str, object]:
+    """The same with everything that holds no further values: numbers, texts, None, objects."""
     found = {}
     if hasattr(result, "_asdict"):  # a named tuple
         result = result._asdict()
-    for path, leaf in leaves_in(result, "", lambda one: hasattr(one, "device")):
-        words = path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-        found[words.strip(".")] = leaf
+    for path, value in output_values(result):
+        words = path.removeprefix("output").replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+        found[words.strip(".")] = value
     return found
 
 
-def _plain(result: object) -> object:
-    tensors = named_tensors(result)
-    if set(tensors) == {""}:
-        return _numbers(tensors[""].tolist())
-    return {name: _numbers(tensor.tolist()) for name, tensor in tensors.items()}
+@dataclass(frozen=True)
+class _Form:
+    """A kind of file."""
+
+    fits: Callable[[object], bool]
+    limit: str
+    """What it holds."""
+    remedy: str
+
+
+class _Writable:
+    """What of each result a kind of file can hold."""
+
+    def __init__(self, keep: str, form: _Form, warn: Callable[[str], None]) -> None:
+        self._keep, self._form, self._warn = keep, form, warn
+        self._warned = False
+
+    def of(self, result: object) -> dict[str, object]:
+        """By name. What cannot be written is named in a warning, once; UsageError where it is all that there is."""
+        values = named_values(kept(result, self._keep))
+        found = {name: value for name, value in values.items() if self._form.fits(value)}
+        left = {name: value for name, value in values.items() if name not in found}
+        if left and not found:
+            raise UsageError(
+                f"nothing of the output can be written: {_listed(left)}",
+                limit=self._form.limit,
+                remedy=self._form.remedy,
+            )
+        lost = {name: value for name, value in left.items() if value is not None}
+        if lost and not self._warned:
+            self._warned = True
+            self._warn(f"not written: {_listed(lost)}; {self._form.limit}; {self._form.remedy}")
+        return found
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name or 'one value'} (of type {type(value).__name__})" for name, value in values.items())
+
+
+def _fits_json(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_complex()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in "biufU"
+    return value is None or isinstance(value, str | int | float)
+
+
+def _fits_safetensors(value: object) -> bool:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in "biuf"
+    return isinstance(value, Tensor)
+
+
+_IN_LINES = _Form(
+    _fits_json,
+    "lines hold tensors, arrays, numbers, texts, truth values and None",
+    "return such values from the model's forward",
+)
+_IN_FOLDERS = _Form(
+    _fits_safetensors, "a folder holds tensors and arrays", "write numbers and texts to a file: --out NAME.jsonl"
+)
+
+
+def _plain(values: Mapping[str, object]) -> object:
+    plain = {name: _numbers(getattr(one, "tolist", lambda one=one: one)()) for name, one in values.items()}
+    return plain[""] if set(plain) == {""} else plain
 
 
 def _numbers(value: object) -> object:

@@ -7,7 +7,6 @@ failure is nearly the smallest one.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from flatout.kernels.custom.argument_specs import TensorArgument
 from flatout.kernels.custom.definition import LAYOUTS, Definition
+from flatout.kernels.custom.footprint import Footprint, count_of, elements, shape_of
 
 Values = Literal["normal", "large", "zeros"]
 
@@ -26,7 +26,7 @@ FEWER_EDGES = (0, 1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 129, 257)
 """For a quick check."""
 SMALL = (1, 2, 3, 5)
 MOST_ELEMENTS = 1 << 20
-"""Of the largest tensor of a case."""
+"""Of a case's inputs together; its outputs may have twice as many."""
 FAR = 1 << 24
 """No size is larger, unless the kernel is restricted to larger ones."""
 
@@ -69,20 +69,6 @@ def case_text(definition: Definition, case: Case) -> str:
     return ", ".join(parts + ([f"{case.values} values"] if case.values != "normal" else []))
 
 
-def shape_of(argument: TensorArgument, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[one] if isinstance(one, str) else one for one in argument.dims)
-
-
-def elements(definition: Definition, sizes: Mapping[str, int]) -> int:
-    """Of all tensors together."""
-    return sum(count_of(shape_of(one, sizes)) for one in definition.tensors)
-
-
-def count_of(shape: Sequence[int]) -> int:
-    """Of a tensor's elements."""
-    return math.prod(shape)
-
-
 def is_possible(definition: Definition, case: Case) -> bool:
     """Not with indices into a table without rows, nor with inputs that are written to and overlap themselves."""
     for place, one in enumerate(definition.arguments):
@@ -99,9 +85,10 @@ def is_possible(definition: Definition, case: Case) -> bool:
 def draw_cases(definition: Definition, *, seed: int, count: int, quick: bool) -> list[Case]:
     """The cases of all dtypes, the smallest first. count: random ones for each dtype, besides those of the lists."""
     found: dict[str, Case] = {}
+    footprint = Footprint(definition)
     for dtype in definition.dtypes:
         # The same sizes for each dtype: then a failure of one alone is the dtype's.
-        drawing = _Drawing(definition, dtype, random.Random(seed), quick)
+        drawing = _Drawing(definition, dtype, random.Random(seed), quick, footprint)
         for number, case in enumerate(drawing.all(count)):
             numbered = Case(**{**vars(case), "seed": seed + number})
             if is_possible(definition, numbered):
@@ -112,8 +99,11 @@ def draw_cases(definition: Definition, *, seed: int, count: int, quick: bool) ->
 class _Drawing:
     """The cases of one dtype."""
 
-    def __init__(self, definition: Definition, dtype: str, chance: random.Random, quick: bool) -> None:
+    def __init__(
+        self, definition: Definition, dtype: str, chance: random.Random, quick: bool, footprint: Footprint
+    ) -> None:
         self._definition, self._dtype, self._chance, self._quick = definition, dtype, chance, quick
+        self._footprint = footprint
         edges = FEWER_EDGES if quick else EDGES
         self._edges = {name: allowed_among(definition, name, edges) for name in definition.size_names}
         self._small = {name: allowed_among(definition, name, SMALL) for name in definition.size_names}
@@ -174,11 +164,11 @@ class _Drawing:
         return self._fitted(drawn)
 
     def _large(self) -> dict[str, int]:
-        return grown(self._definition, (1 << 16) if self._quick else MOST_ELEMENTS)
+        return grown(self._definition, (1 << 16) if self._quick else MOST_ELEMENTS, self._footprint)
 
     def _fitted(self, sizes: dict[str, int]) -> dict[str, int]:
         """Smaller where the tensors would be too large."""
-        while elements(self._definition, sizes) > MOST_ELEMENTS:
+        while elements(self._definition, sizes) > MOST_ELEMENTS or self._footprint(sizes) > 2 * MOST_ELEMENTS:
             name = max(sizes, key=lambda one: sizes[one])
             smaller = [one for one in self._edges[name] if one < sizes[name]]
             if not smaller:
@@ -204,14 +194,25 @@ def allowed_among(definition: Definition, name: str, wanted: Sequence[int]) -> l
     return sorted(found | {size for size in few if size <= max(*wanted, allowed[1])})
 
 
-def grown(definition: Definition, most_elements: int) -> dict[str, int]:
-    """Sizes with about that many elements: all alike, as far as the kernel allows."""
-    sizes = {name: allowed_among(definition, name, SMALL)[0] or 1 for name in definition.size_names}
-    growing = list(sizes)
+def grown(
+    definition: Definition,
+    most_elements: int,
+    footprint: Footprint | None = None,
+    *,
+    fixed: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Sizes at which inputs, or outputs, have about that many elements: all alike, as far as the kernel allows.
+
+    fixed: sizes that are as they are.
+    """
+    footprint, given = footprint or Footprint(definition), dict(fixed or {})
+    smallest = {name: allowed_among(definition, name, SMALL)[0] or 1 for name in definition.size_names}
+    sizes = {**smallest, **given}
+    growing = [name for name in sizes if name not in given]
     while growing:
         name = min(growing, key=lambda one: sizes[one])
         larger = {**sizes, name: _next_size(definition, name, sizes[name])}
-        if larger[name] <= sizes[name] or elements(definition, larger) > most_elements or larger[name] > FAR:
+        if larger[name] <= sizes[name] or footprint(larger) > most_elements or larger[name] > FAR:
             growing.remove(name)
         else:
             sizes = larger

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.custom.argument_specs import WHOLE, Constant, TensorArgument
-from flatout.kernels.custom.cases import Case, layout_applies, shape_of
+from flatout.kernels.custom.cases import Case, layout_applies
 from flatout.kernels.custom.definition import Definition
+from flatout.kernels.custom.footprint import shape_of
 from flatout.kernels.custom.guards import Filler, Guarded, guarded, strides_of, with_values
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flatout.errors import describe_error
-from flatout.kernels.custom.cases import Case, shape_of
+from flatout.kernels.custom.cases import Case
 from flatout.kernels.custom.definition import Definition, line_of
 from flatout.kernels.custom.drawn_inputs import Drawn, copies, draw, nudged_copies
+from flatout.kernels.custom.footprint import shape_of
 from flatout.kernels.custom.guards import Guarded, guarded_allocations
 from flatout.kernels.custom.judging import Rule, difference
 from flatout.tensor_bytes import bytes_view

@@ -25,7 +25,7 @@ from flatout.statistics import compare_paired
 from flatout.timing import Measurement, interleave
 
 ELEMENTS, QUICK_ELEMENTS = 1 << 23, 1 << 20
-"""Of all tensors together: more than most caches hold; in a quick check less."""
+"""Of all inputs together, and of all outputs: more than most caches hold; in a quick check less."""
 ROUNDS, MOST_SECONDS, QUICK_SECONDS = 20, 6.0, 2.0
 _GEMM = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 NO_CEILINGS = "the ceilings of this machine were not measured: flatout check --measure"
@@ -33,9 +33,9 @@ NO_CEILINGS = "the ceilings of this machine were not measured: flatout check --m
 
 def timed_case(definition: Definition, dtype: str, *, quick: bool) -> Case:
     """The user's sizes, or large ones."""
-    sizes = grown(definition, QUICK_ELEMENTS if quick else ELEMENTS)
+    sizes = grown(definition, QUICK_ELEMENTS if quick else ELEMENTS, fixed=definition.timing)
     layouts = (definition.layouts[0],) * len(definition.arguments)
-    return Case(sizes={**sizes, **definition.timing}, dtype=dtype, layouts=layouts)
+    return Case(sizes=sizes, dtype=dtype, layouts=layouts)
 
 
 def speed_of(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from flatout.errors import MachineError, UsageError
 from flatout.kernels.custom import doctor
-from flatout.kernels.custom.cases import Case, case_text, draw_cases, elements
+from flatout.kernels.custom.cases import Case, case_text, draw_cases
+from flatout.kernels.custom.footprint import elements
 from flatout.kernels.custom.kernel_calls import Kind, Problem, ReferenceFails, forward_outcome
 from flatout.kernels.custom.session import Session, tell_failure
 from flatout.kernels.custom.speed import speed_of, timed_case
@@ -30,7 +31,9 @@ FORWARD_SECONDS, GRADIENT_SECONDS = 60.0, 40.0
 """Of a stage; in a quick check a quarter."""
 GRADIENT_CASES, GRADIENT_ELEMENTS = 40, 1 << 16
 COMPILE_SECONDS, TIMING_SECONDS = 600.0, 300.0
-"""Of a call that compiles, and of one that times."""
+"""Of a call that compiles, and of one at the sizes that are timed."""
+
+TIMED, WRONG = "timed sizes", "a wrong kernel's time says nothing"
 
 
 def check_whole(session: Session) -> None:
@@ -52,7 +55,7 @@ def check_whole(session: Session) -> None:
     if not asked["timing"]:
         session.tell(speed_reason="not asked for")
     elif not right.all_are:
-        session.tell(speed_reason="a wrong kernel's time says nothing")
+        session.tell(speed_reason=WRONG)
     elif session.interprets_triton:
         session.tell(speed_reason="Triton's interpreter runs it in Python, so its time says nothing of a GPU")
     else:
@@ -285,11 +288,37 @@ def _operator(session: Session, cases: Sequence[Case], *, has_gradient: bool, co
 # speed
 
 
+def _right_where_timed(session: Session, timed: Sequence[Case]) -> bool:
+    """'timed sizes': they are larger than those of the cases, and a kernel may be wrong from some size on."""
+    done, wrong = 0, []
+    for case in timed:
+        session.starts(TIMED, case, TIMING_SECONDS)
+        try:
+            problem = forward_outcome(session.definition, case, session.device).problem
+        except ReferenceFails as error:
+            session.tell(note=f"not compared at {case_text(session.definition, case)}: there the reference {error}")
+            continue
+        except Exception:  # not enough memory, say: what times it will tell
+            continue
+        done += 1
+        if problem is not None:
+            wrong.append((case, problem))
+    if wrong:
+        tell_failure(session, TIMED, wrong[0], _forward_problem, cases=done, failed=len(wrong))
+    elif done:
+        session.found(TIMED, "passed", "as the reference", cases=done)
+    return not wrong
+
+
 def _speed(session: Session) -> None:
     machine = detect()
     ceilings = load_ceilings(machine, session.ceilings_device)
-    for dtype in session.definition.dtypes:
-        case = timed_case(session.definition, dtype, quick=session.quick)
+    cases = [timed_case(session.definition, dtype, quick=session.quick) for dtype in session.definition.dtypes]
+    if not _right_where_timed(session, cases):
+        session.tell(speed_reason=WRONG)
+        return
+    for case in cases:
+        dtype = case.dtype
         session.starts("timing", case, TIMING_SECONDS)
         try:
             speed = speed_of(

@@ -104,15 +104,59 @@ def test_every_setting_of_the_table_changes_some_text(network: Any, generator: T
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_new_tokens": 6}, {"max_length": 23}, {"max_new_tokens": 4, "max_length": 9}]
+    "settings", [{"max_new_tokens": 6}, {"max_length": 23}, {"max_length": 20}, {"max_new_tokens": 4, "max_length": 9}]
 )
 def test_lengths_of_the_model(settings: dict[str, Any], network: Any, generator: TokenGenerator, config: Any) -> None:
     config.update(**settings)
-    expected = [theirs(network, one) for one in PROMPTS]
-    made = generator.generate(PROMPTS)
+    shorter = [one[:18] for one in PROMPTS]
+    expected = [theirs(network, one) for one in shorter]
+    made = generator.generate(shorter)
     assert made.tokens == expected
     assert len(generator.generate([PROMPTS[0]], max_new_tokens=3).tokens[0]) <= 3
     assert set(made.model_settings) == {"max_new_tokens" if "max_new_tokens" in settings else "max_length"}
+
+
+def test_a_default_of_transformers_is_nobody_s_limit(generator: TokenGenerator, config: Any) -> None:
+    class Older(type(config)):  # type: ignore[misc]
+        """Releases before 5 had it in every config."""
+
+        max_length = 20
+
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self.max_length = given.get("max_length", 20)
+
+    assert read_settings(type("Model", (), {"generation_config": Older()}), {}).max_length is None
+    assert read_settings(type("Model", (), {"generation_config": Older(max_length=30)}), {}).max_length == 30
+
+
+def test_an_end_token_of_minus_one_ends_nothing(generator: TokenGenerator, config: Any) -> None:
+    config.eos_token_id = -1
+    made = generator.generate([[9]], max_new_tokens=30)
+    assert (made.tokens, made.reasons) == (
+        generator.generate([[9]], max_new_tokens=30, ignore_end=True).tokens,
+        ["length"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"temperature": 0.0}, "generation_config has do_sample = True with temperature = 0.0; .* pass temperature=0"),
+        ({"top_p": 0.0}, "the model's generation_config: top_p is 0.0; .* change model.generation_config"),
+        ({"suppress_tokens": [VOCABULARY]}, "the model's generation_config: suppress_tokens holds token"),
+    ],
+)
+def test_what_nobody_passed_is_named_as_the_model_s(
+    settings: dict[str, Any], told: str, generator: TokenGenerator, config: Any
+) -> None:
+    config.do_sample = True
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with pytest.raises(UsageError, match=told):
+        generator.generate([[1, 2]])
+    mine = {"suppress_tokens": [3], "temperature": 0.0}
+    assert generator.generate([[1, 2]], max_new_tokens=3, **mine).seed is None
 
 
 def test_a_prompt_beyond_max_length(generator: TokenGenerator, config: Any) -> None:

@@ -148,7 +148,7 @@ def test_the_longest_text_by_the_config_and_by_failing() -> None:
         TokenGenerator(network).generate([[1, 2]], max_new_tokens=20)
     network.config = {"block_size": 8}  # type: ignore[assignment]
     made = TokenGenerator(network).generate([[1, 2]], max_new_tokens=20)
-    assert (len(made.tokens[0]), made.reasons) == (6, ["context"])
+    assert (len(made.tokens[0]), made.reasons) == (7, ["context"])  # it read 8
 
 
 def test_relative_positions_end_at_no_length() -> None:

@@ -58,6 +58,9 @@ def random_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> tor
         ({"seed": 1 << 63}, f"seed is {1 << 63}"),
         ({"top_k": 5}, "top_k is 5 with temperature 0"),
         ({"min_p": 0.1}, "pass temperature=1.0 to sample, or leave min_p out"),
+        ({"seed": np.float32(1.5)}, "seed is 1.5"),
+        ({"seed": torch.tensor(True)}, "seed is True"),
+        ({"temperature": torch.ones(2)}, "temperature is tensor([1., 1.])"),
     ],
 )
 def test_what_cannot_be_used_is_named(choice: dict[str, Any], said: str) -> None:
@@ -316,6 +319,7 @@ def test_logits_that_are_not_numbers_are_found_and_named(value: float) -> None:
     assert told.startswith(
         "the logits for generated token 9 of prompt 41 are NaN, +inf or all -inf; a next token needs"
     )
+    assert "no_repeat_ngram, suppress_tokens and bad_words_ids" in told
 
 
 def test_a_banned_token_is_no_flaw() -> None:

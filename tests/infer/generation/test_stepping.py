@@ -163,7 +163,7 @@ def test_our_transformer(slots: int | None) -> None:
     assert made.prompt_tokens == sum(map(len, SOURCES))
     assert made.engine == "the model's own decoder with its cache; each source is encoded once"
     longest = generator.generate([[1] * 16], max_new_tokens=40, decoder_start_token_id=3)
-    assert (len(longest.tokens[0]), longest.reasons) == (15, ["context"])
+    assert (len(longest.tokens[0]), longest.reasons) == (16, ["context"])  # and read the first token
     with pytest.raises(UsageError, match="prompt 0 has 17 tokens; the model reads prompts of at most 16"):
         generator.generate([[1] * 17], decoder_start_token_id=3)
 

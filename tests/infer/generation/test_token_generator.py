@@ -130,8 +130,43 @@ def test_pieces_are_the_whole(own: Any) -> None:
 
 def test_the_context_ends_a_text(own: Any) -> None:
     made = own.generate([[3] * (CONTEXT - 4), [3]], max_new_tokens=10)
-    assert [len(tokens) for tokens in made.tokens] == [4, 10]
+    assert [len(tokens) for tokens in made.tokens] == [5, 10]  # nothing reads the last one
     assert made.reasons == ["context", "length"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_token_for_token_what_transformers_generates_at_the_end_of_the_context(family: str) -> None:
+    network = model(family)
+    generator = TokenGenerator(network, slots=2)
+    for left in (0, 1, 5):
+        prompt = (prompts(1)[0] * CONTEXT)[: CONTEXT - left]
+        whole = network.generate(torch.tensor([prompt]), max_new_tokens=left + 1, min_new_tokens=left + 1)
+        made = generator.generate([prompt, [3]], max_new_tokens=9, min_new_tokens=9)
+        assert made.tokens[0] == whole[0].tolist()[CONTEXT - left :]
+        assert (len(made.tokens[0]), made.reasons) == (left + 1, ["context", "length"])
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_guesses_at_the_end_of_the_context(weights: Any, always_guessing: None) -> None:
+    network = model("own GPT-2")
+    texts = [([7, 8, 9] * CONTEXT)[: CONTEXT - left] for left in (0, 1, 2, 9)]
+    plain = TokenGenerator(network, Plan(weights=weights), slots=2).generate(texts, max_new_tokens=20)
+    assert [len(tokens) for tokens in plain.tokens] == [1, 2, 3, 10]
+    for plan, draft in ((Plan(weights=weights, speculation="lookup"), None), (Plan(weights=weights), network)):
+        made = TokenGenerator(network, plan, draft=draft, slots=2).generate(texts, max_new_tokens=20)
+        assert (made.tokens, made.reasons) == (plain.tokens, plain.reasons)
+        assert made.speculation is not None
+        assert made.speculation.proposed > 0
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    generator = TokenGenerator(model("own GPT-2"))
+    made = generator.generate([[1, 2]], max_new_tokens=5, temperature=1.0, top_k=20, seed=3)
+    for number, whole in ((np.float32, np.int64), (torch.tensor, torch.tensor)):
+        given: dict[str, Any] = {"temperature": number(1.0), "top_k": whole(20), "seed": whole(3)}
+        again = generator.generate([[1, 2]], max_new_tokens=whole(5), min_new_tokens=whole(0), **given)
+        assert again.tokens == made.tokens
+        json.dumps(again.to_json())
 
 
 @pytest.mark.parametrize("repeats", [1, 12])
@@ -195,7 +230,7 @@ def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("bad", "told"),
     [
         ([[]], "prompt 0 is empty; a prompt needs at least one token"),
-        ([[1], [2] * CONTEXT], f"prompt 1 has {CONTEXT} tokens; the model reads prompts of at most {CONTEXT - 1}"),
+        ([[1], [2] * 129], "prompt 1 has 129 tokens; the model reads prompts of at most 128 tokens; truncate it"),
         ([[1, 211]], "prompt 0 holds token 211 at place 1; the model's ids are 0 to 210"),
         ([[1, -1]], "prompt 0 holds token -1 at place 1"),
         (["text"], "prompt 0 is a text; without a tokenizer a prompt is a list of token ids"),

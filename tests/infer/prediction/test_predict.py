@@ -298,6 +298,8 @@ def cpp_compiler_there() -> bool:
         (lambda: flatout.predict("model", []), UsageError, "model is 'model'; it is a torch"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), 3), UsageError, "inputs is int"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), "abc"), UsageError, "inputs is str"),
+        (lambda: flatout.predict(bert(), torch.tensor(3.0)), UsageError, "inputs is Tensor of a single number"),
+        (lambda: flatout.predict(bert(), np.array(3.0)), UsageError, "inputs is ndarray of a single number"),
         (lambda: flatout.predict(bert(), {"tokens": [[1, 2]]}), UsageError, "inputs is a dict of 'tokens'"),
         (lambda: flatout.predict(bert(), torch.utils.data.DataLoader(ragged(3))), UsageError, "pass its dataset"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), [], {"precision": "bf16"}), UsageError, "flatout.Plan or None"),  # type: ignore[arg-type]

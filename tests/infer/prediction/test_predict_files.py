@@ -136,6 +136,39 @@ def test_lines_go_on_behind_the_last_whole_one(tmp_path: Path) -> None:
     ]
 
 
+def test_lines_hold_what_is_no_tensor_too(tmp_path: Path) -> None:
+    told: list[str] = []
+    results = open_results(tmp_path / "out.jsonl", {}, restart=False, warn=told.append)
+    output = {"scores": torch.ones(2), "label": "cat", "sure": True, "count": 3, "share": float("inf"), "none": None}
+    results.add(0, {**output, "cache": object(), "array": np.arange(2), "number": np.float32(0.5)})
+    results.add(1, ["label7"])
+    results.add(2, 0.25)
+    results.add(3, {"boxes": [], "cache": None})
+    with pytest.raises(
+        UsageError, match=r"nothing of the output can be written: one value \(of type object\); lines hold"
+    ):
+        results.add(4, object())
+    results.close()
+    outputs = [json.loads(line)["output"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rest = {"share": None, "none": None, "array": [0, 1], "number": 0.5}
+    assert outputs[0] == {"scores": [1, 1], "label": "cat", "sure": True, "count": 3, **rest}
+    assert outputs[1:] == [{"0": "label7"}, 0.25, {"cache": None}]
+    assert [one.partition(";")[0] for one in told] == ["not written: cache (of type object)"]
+
+
+def test_a_folder_names_once_what_it_cannot_hold(tmp_path: Path) -> None:
+    told: list[str] = []
+    results = open_results(tmp_path / "out", {}, restart=False, warn=told.append)
+    for index in range(2):
+        results.add(index, {"scores": torch.ones(2), "label": "cat", "none": None, "array": np.arange(2)})
+    with pytest.raises(UsageError, match=r"nothing of .*: label \(of type str\); a folder .* --out NAME.jsonl"):
+        results.add(2, {"label": "cat"})
+    results.close()
+    (file,) = (tmp_path / "out").glob("results-*")
+    assert sorted(load_file(file)) == ["0.array", "0.scores", "1.array", "1.scores"]
+    assert [one.partition(";")[0] for one in told] == ["not written: label (of type str)"]
+
+
 def test_a_folder_goes_on_behind_the_last_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.infer.prediction.result_files.RESULTS_A_FILE", 3)
     results = open_results(tmp_path / "out", {"model": "a"}, restart=False)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.kernels.custom.cases import Case, case_text, draw_cases, elements, grown, is_possible
+from flatout.kernels.custom.cases import Case, case_text, draw_cases, grown, is_possible
 from flatout.kernels.custom.definition import LAYOUTS
 from flatout.kernels.custom.drawn_inputs import draw, nudged, reproduction, unguarded
+from flatout.kernels.custom.footprint import elements
+from flatout.kernels.custom.speed import timed_case
 from tests.kernels.custom.definitions import defined
 
 SPECS = ("float[rows, width]", "float[width] 0..2", "int64[rows] < width", 0.5)
@@ -51,6 +53,36 @@ def test_restrictions_hold() -> None:
     assert {8, 16, 4096} <= {case.sizes["width"] for case in cases}
     assert {layout for case in cases for layout in case.layouts} == {"contiguous", "padded"}
     assert grown(one, 10_000) == {"rows": 3, "width": 2048}
+
+
+def _picked(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table[index]
+
+
+def _by_values(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table[index] if float(table.sum()) > 0 else table[index] * 2
+
+
+def _classes(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table.gather(1, index[:, None])
+
+
+@pytest.mark.parametrize("reference", [_picked, _by_values])
+def test_outputs_are_bounded_too(reference: Any) -> None:
+    """By the reference on the meta device; by what indices may pick where it depends on values."""
+    fields: dict[str, Any] = {"inputs": ("float[rows, width]", "int64[n] < rows"), "labels": ("x", "i")}
+    one = defined(reference, reference=reference, **fields)
+    for case in (*draw_cases(one, seed=0, count=9, quick=True), timed_case(one, "float32", quick=True)):
+        assert case.sizes["n"] * case.sizes["width"] <= 2 << 20
+    large = timed_case(defined(reference, reference=reference, **fields, timing={"n": 1 << 16}), "float32", quick=True)
+    assert (large.sizes["n"], large.sizes["width"]) == (1 << 16, 16)
+
+
+def test_an_index_that_picks_single_elements_leaves_inputs_large() -> None:
+    one = defined(
+        _classes, reference=_classes, inputs=("float[rows, classes]", "int64[rows] < classes"), labels=("x", "i")
+    )
+    assert grown(one, 1 << 20) == {"rows": 1024, "classes": 512}
 
 
 def _cases() -> list[Case]:

@@ -94,12 +94,28 @@ def test_a_right_one_passes_everything() -> None:
     properties, told = checked(defined(right), timing=True)
     verdicts = {name: one.verdict for name, one in properties.items()}
     assert verdicts == {
-        **dict.fromkeys(("forward", "memory", "repeatable", "gradient", "compile", "autocast"), "passed"),
+        **dict.fromkeys(
+            ("forward", "memory", "repeatable", "gradient", "compile", "autocast", "timed sizes"), "passed"
+        ),
         "operator": "noted",
     }
     speeds = [one["speed"] for one in told if "speed" in one]
     assert [one["case"].rpartition(", ")[2] for one in speeds] == ["float32", "bfloat16", "float16"]
     assert all(one["kernel"]["samples_seconds"] for one in speeds)
+
+
+def test_one_that_is_wrong_from_some_size_on_is_not_timed() -> None:
+    def kernel(x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] < 1 << 18 else x * 2.01
+
+    fields = {"inputs": ("float[n]",), "reference": lambda x: x * 2, "dtypes": ("float32",), "compiles": False}
+    properties, told = checked(defined(kernel, **fields), timing=True)
+    wrong = {name: one for name, one in properties.items() if one.verdict == "failed"}
+    assert list(wrong) == ["timed sizes"]
+    assert wrong["timed sizes"].failure is not None
+    assert wrong["timed sizes"].failure.case == "n=262144, float32"
+    assert not [one for one in told if "speed" in one]
+    assert told[-1] == {"speed_reason": "a wrong kernel's time says nothing"}
 
 
 def test_a_random_one_is_noted() -> None:
