@@ -199,7 +199,7 @@ def launched() -> tuple[int, int] | None:
     """
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in needed if os.environ.get(name)]
-    if "RANK" not in given:
+    if "RANK" not in given and (_number("WORLD_SIZE") or 1) == 1:
         return None
     if len(given) < len(needed):
         raise UsageError(
@@ -215,6 +215,18 @@ def launched() -> tuple[int, int] | None:
             remedy="start with: flatout launch train.py, or unset them",
         )
     return this, count
+
+
+def started_together() -> tuple[str, int] | None:
+    """(variable, number) by which srun or mpirun says that it has started several of this process; None for one, and
+    where a launcher's variables were put aside.
+
+    SLURM_NTASKS is also set in a batch script, which runs once.
+    """
+    if _put_aside:
+        return None
+    named = ((name, _number(name)) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    return next(((name, count) for name, count in named if count is not None and count > 1), None)
 
 
 def _number(name: str) -> int | None:

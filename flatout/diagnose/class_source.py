@@ -18,6 +18,14 @@ from flatout.infer.user_lines import is_users
 from flatout.tracebacks import within
 
 MOVES = ("to", "cuda", "cpu", "type_as")
+COPIES = ("new_tensor",)
+"""Methods of another tensor that copy what they are given to its device."""
+NO_COMPUTATION = (
+    "shape", "size", "dim", "ndim", "numel", "nelement", "dtype", "device", "requires_grad", "is_cuda", "layout",
+    "tolist", "item", "numpy",
+)  # fmt: skip
+NUMBERS = ("len", "int", "float", "bool")
+"""What these give is the same wherever the tensor is."""
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -63,14 +71,26 @@ class ClassSource:
             for around in self.read(attribute)
         )
 
+    def computes_with(self, attribute: str) -> bool:
+        """Does a method other than __init__ take more of it than its shape or its numbers, as `self.sizes.tolist()`?"""
+        return not self._used(attribute) <= {
+            one for method in self._methods() for node in ast.walk(method) for one in _plainly_read(node)
+        }
+
     def moves(self, attribute: str) -> bool:
         """Does a method move it, or a part of it, as in `self.mask[:n].to(x.device)`?"""
-        uses = {node for method, node, _ in self._uses(attribute) if method.name != "__init__"}
+        uses = self._used(attribute)
         return any(
-            isinstance(node, ast.Attribute) and node.attr in MOVES and not uses.isdisjoint(_chain(node.value))
-            for method in self._methods()
-            for node in ast.walk(method)
+            not uses.isdisjoint(one) for method in self._methods() for node in ast.walk(method) for one in _moved(node)
         )
+
+    def _used(self, attribute: str) -> set[ast.expr]:
+        """Reads of `self.attribute` in methods other than __init__."""
+        return {
+            node
+            for method, node, _ in self._uses(attribute)
+            if isinstance(node.ctx, ast.Load) and method.name != "__init__"
+        }
 
     def _methods(self) -> Iterator[ast.FunctionDef]:
         yield from (one for one in self.tree.body if isinstance(one, ast.FunctionDef))
@@ -120,6 +140,24 @@ def _chain(node: ast.expr) -> Iterator[ast.expr]:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
         yield node
+
+
+def _plainly_read(node: ast.AST) -> Iterator[ast.expr]:
+    """What `node` only takes the shape or the numbers of."""
+    if isinstance(node, ast.Attribute) and node.attr in NO_COMPUTATION:
+        yield from _chain(node.value)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NUMBERS:
+        for one in node.args:
+            yield from _chain(one)
+
+
+def _moved(node: ast.AST) -> Iterator[Iterator[ast.expr]]:
+    """What `node` moves: of `x.to(device)`, `torch.as_tensor(x, device=device)` and `y.new_tensor(x)` each time x."""
+    if isinstance(node, ast.Attribute) and node.attr in MOVES:
+        yield _chain(node.value)
+    elif isinstance(node, ast.Call):
+        copies = _attribute_name(node.func) in COPIES or any(one.arg == "device" for one in node.keywords)
+        yield from (_chain(one) for one in (node.args if copies else ()))
 
 
 def _attribute_name(node: ast.expr) -> str:

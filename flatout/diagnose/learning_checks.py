@@ -29,11 +29,12 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
 
 @check(
     means="The loss does not fall, because nothing is learned, or something other than intended is learned.",
-    needs="in the steps that were watched: no weight changed at all; or every gradient was exactly 0; or the loss was "
-    "exactly the same in 8 steps in a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test "
-    "at 1 in 1,000, to twice their level, no network is called for targets in every second step or more, and nothing "
-    "in the source is named a reward or an advantage; or predictions and targets are broadcast against each other to "
-    "more elements than either has, such as [80, 1] and [80]",
+    needs="in the steps that were watched: every gradient was exactly 0; or no weight changed at all, or the loss was "
+    "exactly the same in 8 steps in a row (neither of these two where steps are given a closure and the optimizer "
+    "stops by itself once it has converged, as LBFGS); or it was NaN or infinite in 3; or 120 losses or more rise, by "
+    "a rank test at 1 in 1,000, to twice their level, no network is called for targets in every second step or more, "
+    "and nothing in the source is named a reward or an advantage; or predictions and targets are broadcast against "
+    "each other to more elements than either has, such as [80, 1] and [80]",
     if_wrong="a run is stopped that would have learned later",
 )
 def loss_not_falling(facts: Facts) -> Seen | None:
@@ -43,9 +44,9 @@ def loss_not_falling(facts: Facts) -> Seen | None:
     if seen.broadcast_losses:
         return _broadcast(seen.broadcast_losses)
     may_rise = _has_moving_targets(seen) or _is_rewarded(facts)
-    why = _why_not_falling(seen.losses, moves=seen.weights_move, may_rise=may_rise) or _dead(
-        seen.gradients, seen.losses
-    )
+    why = _why_not_falling(
+        seen.losses, moves=seen.weights_move, may_rise=may_rise, may_stop=seen.stops_where_converged
+    ) or _dead(seen.gradients, seen.losses)
     if not why:
         return None
     return Seen(
@@ -131,14 +132,17 @@ def _is_rewarded(facts: Facts) -> bool:
     return facts.source is not None and any(map(facts.source.mentions, REWARDED))
 
 
-def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None, may_rise: bool) -> str:
+def _why_not_falling(
+    losses: Sequence[float | None], *, moves: bool | None, may_rise: bool, may_stop: bool = False
+) -> str:
+    """may_stop: an optimizer that has converged leaves the weights, and so the loss, exactly as they are."""
     finite = [loss for loss in losses if loss is not None]
     wrong = len(losses) - len(finite)
     if wrong >= LEAST_NONFINITE and losses[-1] is None:
         return f"{wrong} of {len(losses)} losses are NaN or infinite, the last one too"
-    if moves is False:
+    if moves is False and not may_stop:
         return f"no weight changed in {len(losses)} steps: the learning rate is 0, or updates are below the rounding"
-    if len(losses) >= LEAST_SAME and len(set(losses)) == 1 and losses[0] != 0.0:
+    if len(losses) >= LEAST_SAME and len(set(losses)) == 1 and losses[0] != 0.0 and not may_stop:
         return f"the loss was exactly {losses[0]:.6g} in all {len(losses)} steps"
     if len(finite) >= LEAST_LOSSES and not may_rise:
         third = len(finite) // 3

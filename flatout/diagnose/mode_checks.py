@@ -9,6 +9,8 @@ from flatout.script.behaviour_seen import ForwardSeen
 LEAST_CALLS = 3
 RARELY = 10
 """Training calls for one that only evaluates; labels for the next training call are made more often."""
+ALTERNATING = 0.5
+"""Of the training calls, those with a run of calls before them: a policy acts so between its updates."""
 FINITE = ("aten::isnan", "aten::isinf", "aten::isfinite")
 LEAST_FINITE, FINITE_SHARE, FINITE_CALLS = 10, 0.05, 0.1
 RANDOM = (
@@ -57,7 +59,8 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     means="Evaluation runs in training mode: dropout is active, and batch norm uses batch statistics "
     "and updates the running ones.",
     needs="at least 3 calls that no backward pass used, in a row or without gradients once in ten training calls or "
-    "more rarely, of a model in training mode with such layers, which is trained elsewhere",
+    "more rarely, of a model in training mode with such layers, which is trained elsewhere; likely where they come "
+    "with every second update or more often, as those of a policy that acts",
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
 )
 def evaluation_in_train_mode(facts: Facts) -> Seen | None:
@@ -74,7 +77,7 @@ def evaluation_in_train_mode(facts: Facts) -> Seen | None:
             f"{', '.join(one.mode_layers)} in training mode",
             remedy="model.eval() before evaluation, model.train() after it",
             fault=True,
-            certain=in_a_row,
+            certain=in_a_row and one.calls < ALTERNATING * trained * one.longest_run,
             lines=where(one.line),
             unknown="it changes results, not the time",
         )

@@ -84,6 +84,8 @@ class ModelFacts:
     """Is any of these in channels_last already?"""
     by_hand: tuple[LayerFact, ...] = ()
     """Classes of its modules that compute what a layer of torch.nn computes."""
+    without_source: tuple[str, ...] = ()
+    """Paths of its modules that torch.jit has compiled, which no check sees into."""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -16,12 +16,16 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from flatout.diagnose.class_source import ClassSource, class_source
 from flatout.diagnose.finding import SourceLine
 from flatout.diagnose.model_facts import LastLayer, ModelFacts, PairSeen, TensorSeen, UnregisteredSeen
+from flatout.errors import UsageError
 from flatout.script.source_facts import LayerFact, read_source
+from flatout.torch_private.attributes import ORIGINAL_MODULE
 
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
 """Exactly these: a class of the user's may do anything when it is iterated."""
@@ -36,9 +40,27 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 def read_model(model: nn.Module, folder: str | None = None) -> ModelFacts:
-    """Facts of a model whose parameters have shapes. folder: source files in it are named relative to it; default: the
-    current one."""
-    return _Reading(model, os.getcwd() if folder is None else folder).facts()
+    """Facts of a model whose parameters have shapes; of one that is compiled or wrapped for several devices, of the
+    model inside. folder: source files in it are named relative to it; default: the current one. Raises UsageError for
+    a ScriptModule."""
+    inner = _unwrapped(model)
+    if isinstance(inner, ScriptModule):
+        raise UsageError(
+            f"{type(inner).__name__} was not checked",
+            limit="the checks read the Python source of the model's classes, and a ScriptModule has none",
+            remedy="check the module that was given to torch.jit",
+        )
+    return _Reading(inner, os.getcwd() if folder is None else folder).facts()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while not isinstance(model, ScriptModule):
+        name = "module" if isinstance(model, nn.DataParallel | DistributedDataParallel) else ORIGINAL_MODULE
+        inner = model._modules.get(name)
+        if inner is None:
+            break
+        model = inner
+    return model
 
 
 class _Reading:
@@ -73,7 +95,16 @@ class _Reading:
             convolutions=len(weights),
             channels_last=any(one.is_contiguous(memory_format=torch.channels_last) for one in weights),
             by_hand=self._by_hand(),
+            without_source=tuple(self._without_source()),
         )
+
+    def _without_source(self) -> Iterator[str]:
+        """The outermost of its modules that were compiled by torch.jit."""
+        found: list[str] = []
+        for path, module in self.modules.items():
+            if isinstance(module, ScriptModule) and not any(path.startswith(f"{one}.") for one in found):
+                found.append(path)
+                yield self._shown(path)
 
     def _buffer_bytes(self) -> int | None:
         held = [one for module in self.modules.values() for one in module._buffers.values() if one is not None]
@@ -116,7 +147,7 @@ class _Reading:
                 continue  # a number that is a tensor goes with tensors of any device; one with a graph is computed
             sources = self._sources(self.modules[path])
             places = [place for source in sources for place in source.assigned(name)]
-            used = any(source.read(name) for source in sources)
+            used = any(source.computes_with(name) for source in sources)
             moved = any(source.moves(name) for source in sources)
             if used and not moved and {method for method, _ in places} == {"__init__"}:
                 yield TensorSeen(
@@ -140,13 +171,13 @@ class _Reading:
         for path, module in self.modules.items():
             if not _is_sequential(module) or not self._is_called(path):
                 continue
-            names = {id(one): name for name, one in module.named_children()}
-            for first, second in pairwise(module):
+            layers = [(name, one) for name, one in module._modules.items() if one is not None]  # each time it is called
+            for (first_name, first), (second_name, second) in pairwise(layers):
                 found = pair(first, second) if not _has_hooks(first) and not _has_hooks(second) else None
                 if found is not None:
                     yield PairSeen(
-                        first=self._shown(path, names[id(first)]),
-                        second=self._shown(path, names[id(second)]),
+                        first=self._shown(path, first_name),
+                        second=self._shown(path, second_name),
                         sizes=found[0],
                         saved_bytes=found[1],
                         line=self._line(path),
@@ -186,9 +217,8 @@ class _Reading:
         path = "" if _is_sequential(self.model) else self._returned()
         module = None if path is None else self.modules.get(path)
         while path is not None and module is not None and _is_sequential(module) and len(module):
-            last = module[len(module) - 1]
-            name = next((name for name, one in module.named_children() if one is last), None)
-            path, module = None if name is None else f"{path}.{name}".lstrip("."), last
+            name, last = list(module._modules.items())[-1]
+            path, module = f"{path}.{name}".lstrip("."), last
         if path is None or type(module) not in SOFTMAXES:
             return None
         return LastLayer(path=self._shown(path), kind=type(module).__name__, line=self._line(path))
@@ -275,7 +305,7 @@ def _linear_pair(first: nn.Module, second: nn.Module) -> tuple[tuple[int, ...], 
         return None  # one of them was trained before, so it is kept apart
     biased = first.bias is not None or second.bias is not None
     one = (inputs * outputs + outputs * biased) * first.weight.element_size()
-    both = sum(_bytes(each) for layer in (first, second) for each in layer.parameters())
+    both = sum({id(each): _bytes(each) for layer in (first, second) for each in layer.parameters()}.values())
     return (inputs, between, outputs), max(0, both - one)
 
 

@@ -18,7 +18,8 @@ def no_step(facts: Facts) -> Seen | None:
     return Seen(
         title="no training step was found",
         evidence="no optimizer stepped and no backward pass was followed by a change of weights in this process",
-        remedy="if training happens in processes that the script starts, run Flatout inside those",
+        remedy="if training happens where Flatout does not follow, as on other machines or in processes that make no "
+        "optimizer, run Flatout there",
     )
 
 

@@ -8,6 +8,7 @@ from flatout.diagnose.check import Seen, check, slowest_lines, where
 from flatout.diagnose.facts import Facts
 from flatout.script.behaviour_seen import LineTime
 from flatout.script.source_facts import Kind
+from flatout.script.spans import evaluation_in_step
 from flatout.units import format_seconds
 
 EVALUATION_SHARE_LIMIT, OTHER_SHARE_LIMIT = 0.3, 0.3
@@ -17,6 +18,7 @@ LEAST_SHARE = 0.05
 LEAST_FORWARD = 0.1
 """Of the time of the backward pass: a forward pass takes a third of it or more."""
 LEAST_SAMPLES = 12
+LEAST_TIMED_STEPS = 8
 PYTHON_SHARE = 0.1
 MANY_LOSSES = 16
 """Calls of a loss at one line in a step: more than tasks or scales, as few as the positions of a short sequence."""
@@ -39,6 +41,8 @@ def evaluation(facts: Facts) -> Seen | None:
     limit = EVALUATION_SHARE_LIMIT if facts.profile is None else PROFILED_EVALUATION_LIMIT
     if seen is None or share is None or share < limit or seen.step_seconds is None:
         return None
+    if evaluation_in_step(seen.breakdown_seconds, seen.step_seconds):
+        return None  # calls without gradients that every step makes: training needs them
     seconds = seen.breakdown_seconds["evaluation"]
     return Seen(
         title=f"evaluation takes much of the time: {share:.0%} of a step",
@@ -84,12 +88,15 @@ def disk_time(facts: Facts) -> Seen | None:
     means="The script's own Python takes much of a step.",
     needs="after a run, 30 % of a step outside of the model, the loader and the optimizer, where modules compute the "
     "model, so that their time is known; after a profile, 10 % in "
-    "lines that neither compute with tensors nor plot, log or write, or in a loss that is called 16 times a step",
+    "lines that neither compute with tensors nor plot, log or write, or in a loss that is called 16 times a step; "
+    "after a profile that did not follow the script's lines, 30 % as after a run, in 8 timed steps or more",
     if_wrong="a loop is rewritten that was not the slowest part",
 )
 def python_time(facts: Facts) -> Seen | None:
     if facts.behaviour is not None and facts.profile is not None:
         return _own_python(facts) or _loss_by_loss(facts)
+    if facts.profile is not None and facts.profile.timed_steps < LEAST_TIMED_STEPS:
+        return None  # one step that paid for something else decides
     share, seconds, step = facts.part_share("other"), facts.part_seconds("other"), facts.step_seconds
     if share is None or seconds is None or step is None or share < OTHER_SHARE_LIMIT or not _has_forward(facts):
         return None
@@ -98,6 +105,7 @@ def python_time(facts: Facts) -> Seen | None:
         evidence=f"{format_seconds(seconds)} of {format_seconds(step)} a step",
         cost_seconds=seconds,
         cost_share=share,
+        certain=facts.profile is None,
         remedy="look at what the loop itself does every step",
         command=facts.tune,
     )

@@ -169,8 +169,9 @@ def scheduler_never_steps(facts: Facts) -> Seen | None:
     means="Gradients of several micro-batches are summed where their mean was intended: the update is that many "
     "times too large.",
     needs="two or more backward passes a step from one line, which is reached from one place alone, each from a loss "
-    "that is a mean and is not divided; the source divides neither a loss nor a gradient; and it steps the optimizer "
-    "only in some turns of the loop, or repeats the backward pass in a loop that only counts",
+    "that is a mean and is not divided; the source divides neither a loss nor a gradient, nor the learning rate by "
+    "their number, and gives backward no gradient; and it steps the optimizer only in some turns of the loop, by a "
+    "counter, or repeats the backward pass in a loop that only counts",
     if_wrong="the learning rate has to be multiplied by the number of micro-batches",
 )
 def accumulation_not_averaged(facts: Facts) -> Seen | None:

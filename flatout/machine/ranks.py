@@ -15,6 +15,7 @@ import contextlib
 import gc
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +72,7 @@ def ranks(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
     if not distributed.is_initialized():
         place = environment.launched()
         if place is None:
+            _warn_of_others()
             return Ranks(rank=0, count=1, local_rank=0, device=_device(0))
         _begin(timeout_seconds)
     local = environment.local_rank()
@@ -98,6 +100,22 @@ def joined_ranks() -> int:
     from torch import distributed
 
     return distributed.get_world_size() if joined() else 1
+
+
+def _warn_of_others() -> None:
+    """Processes that srun or mpirun starts without a launcher's variables do not know of one another."""
+    found = environment.started_together()
+    if found is not None and not _warned:
+        _warned.append(True)
+        warnings.warn(
+            f"{found[0]} is {found[1]}, and RANK is not set: each of these processes is alone, and trains by itself. "
+            "Let srun or mpirun start one process on each machine, flatout launch (flatout launch --manifest slurm "
+            "prints such a script); or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each",
+            stacklevel=3,
+        )
+
+
+_warned: list[bool] = []
 
 
 def _check_timeout(value: object) -> None:

@@ -3,12 +3,14 @@ up gradients of different things."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
 from flatout.parallel.whole_tensors import whole_shape
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
     from flatout.plan import Plan
@@ -29,14 +31,17 @@ COMPARED = (
 """Choices that decide what ranks send one another."""
 
 
-def check_alike(model: Module, plan: Plan) -> None:
+def check_alike(model: Module, plan: Plan, beside: Sequence[Tensor] = ()) -> None:
     """Compare parameters, buffers and plans of all ranks: a collective, before any other.
+
+    beside: what the optimizer trains besides the model's parameters.
 
     Raises UsageError for the first difference, on all of them.
     """
     from torch import distributed
 
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    others = [(f"parameter {number} beside the model", one) for number, one in enumerate(beside)]
+    tensors = [*model.named_parameters(), *model.named_buffers(), *others]
     here: list[str] = [f"{name} is {value!r}" for name in COMPARED if (value := getattr(plan, name)) is not None]
     here += [f"{name} has shape {list(whole_shape(one))} and dtype {str(one.dtype)[6:]}" for name, one in tensors]
     here += [f"{name} {'is' if one.requires_grad else 'is not'} trained" for name, one in model.named_parameters()]

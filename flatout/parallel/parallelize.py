@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from flatout.errors import PlanError, UsageError
 from flatout.machine.ranks import ranks
 from flatout.parallel.alike import check_alike
+from flatout.parallel.beside_model import beside_model, refuse_beside_model
 from flatout.parallel.strategy import Strategy
-from flatout.parallel.whole_tensors import CUTS, STAGES
+from flatout.parallel.whole_tensors import CUTS, PART_OF_STATE, STAGES
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -33,7 +34,7 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     """
     import torch
 
-    _check_kept(model, plan)
+    _check_kept(model, optimizer, plan)
     given = _as_given(model)
     if given is not None or plan.parallel is None:
         return given or Strategy()
@@ -42,7 +43,9 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     from flatout.memory.fake_run import is_fake  # here: it takes a second to import
 
     if not is_fake(next(model.parameters())):  # in a forecast there are no others
-        check_alike(model, plan)
+        check_alike(model, plan, beside_model(model, optimizer))
+    if plan.parallel in ("tensor", "pipeline"):
+        refuse_beside_model(model, optimizer, plan.parallel)
     if plan.parallel == "tensor":
         from flatout.parallel.tensor.training import split_over_ranks
 
@@ -51,7 +54,7 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
         from flatout.parallel.pipeline.training import in_stages
 
         return in_stages(model, optimizer, plan)
-    _check_batch_norms(model, plan)
+    _check_norms(model, plan)
     if plan.gradient_compression == "bf16" and not all(one.is_cuda for one in model.parameters()):
         raise PlanError(
             "gradient_compression is 'bf16', and the model is on the CPU",
@@ -66,15 +69,16 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
         return sharded(model, optimizer, plan)
     from flatout.parallel.replicate import replicated
 
-    strategy = replicated(model, plan)
+    strategy = replicated(model, optimizer, plan)
     if plan.parallel == "zero1" and strategy.group is not None:
         from flatout.parallel.sharded_updates import ShardedUpdates
 
-        strategy.close = ShardedUpdates(optimizer, strategy.group).close
+        updates = ShardedUpdates(optimizer, strategy.group)
+        strategy.gather_state, strategy.close = updates.gather_state, updates.close
     return strategy
 
 
-def _check_kept(model: Module, plan: Plan) -> None:
+def _check_kept(model: Module, optimizer: Optimizer, plan: Plan) -> None:
     """A model that is on several ranks stays there: to any other strategy its parts would look like a whole model."""
     for kind, attribute in (("tensor", CUTS), ("pipeline", STAGES)):
         if plan.parallel != kind and any(attribute in module.__dict__ for module in model.modules()):
@@ -83,6 +87,12 @@ def _check_kept(model: Module, plan: Plan) -> None:
                 limit="it stays there",
                 remedy=f"keep parallel = {kind!r}, or load its state_dict() into a new model",
             )
+    if plan.parallel != "zero1" and optimizer.state and getattr(optimizer, PART_OF_STATE, False):
+        raise UsageError(
+            f"parallel is {plan.parallel!r}, and an earlier step with 'zero1' was closed",
+            limit="each rank has the optimizer's state of a part of the parameters",
+            remedy="change the plan with step = step.with_plan(plan), or make a new optimizer",
+        )
 
 
 def _as_given(model: Module) -> Strategy | None:
@@ -99,13 +109,20 @@ def _as_given(model: Module) -> Strategy | None:
     return None
 
 
-def _check_batch_norms(model: Module, plan: Plan) -> None:
-    """Their statistics would be those of a rank's share, so that the training is another with every number of ranks."""
+def _check_norms(model: Module, plan: Plan) -> None:
+    """Statistics would be those of a rank's share, so that the training is another with every number of ranks; or the
+    model that is evaluated is, where only running ones are concerned, as of an instance norm."""
     from torch.nn import SyncBatchNorm
 
-    from flatout.torch_private.modules import BatchNorm
+    from flatout.torch_private.modules import BatchNorm, NormWithStatistics
 
-    found = [name for name, layer in model.named_modules() if isinstance(layer, BatchNorm) and layer.training]
+    found = [
+        name
+        for name, layer in model.named_modules()
+        if layer.training
+        and isinstance(layer, NormWithStatistics)
+        and (isinstance(layer, BatchNorm) or layer.running_mean is not None)
+    ]
     on_gpu = all(one.is_cuda for one in model.parameters())
     if plan.batch_norm == "synced" and not on_gpu:
         raise PlanError(
@@ -113,7 +130,18 @@ def _check_batch_norms(model: Module, plan: Plan) -> None:
             limit="torch's SyncBatchNorm works on GPUs",
             remedy="use batch_norm = 'local', or a layer that treats each sample by itself (GroupNorm, LayerNorm)",
         )
-    apart = [name for name in found if not isinstance(model.get_submodule(name), SyncBatchNorm)]
+    if plan.batch_norm == "local":
+        return
+    batch = [name for name in found if isinstance(model.get_submodule(name), BatchNorm)]
+    running = [name for name in found if name not in batch]
+    if running:
+        raise UsageError(
+            f"{running[0] or 'the model'} is an instance norm with running statistics, and parallel is "
+            f"{plan.parallel!r}",
+            limit="they would be those of each rank's share: the ranks would evaluate different models",
+            remedy="make it with track_running_stats=False, or set batch_norm = 'local' to accept that",
+        )
+    apart = [name for name in batch if not isinstance(model.get_submodule(name), SyncBatchNorm)]
     if apart and plan.batch_norm is None:
         synced = "batch_norm = 'synced', or " if on_gpu else ""
         raise UsageError(

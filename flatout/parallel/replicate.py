@@ -5,13 +5,15 @@ its state dict stay as they are, and it can be called by itself, as in an evalua
 
 DDP waits for the gradient of every parameter, unless it is told to walk through the graph in every step to find those
 that get none. Whether there are any is seen in the first step, whose gradients are averaged here, after the backward
-pass; DDP takes over from the second step on.
+pass; DDP takes over from the second step on. A model that is called several times for one loss, with parameters that
+get no gradient, is one that DDP cannot take: its gradients go on being averaged here.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.errors import UsageError
 from flatout.memory.fake_run import is_fake
+from flatout.parallel.averaging import average_gradients, same_on_all_ranks, sent_by_first
+from flatout.parallel.beside_model import averaged_beside_model
 from flatout.parallel.strategy import Strategy, group_or_none
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from flatout.plan import Plan
 
 COMPRESSIONS: dict[str, Callable[..., Any]] = {  # as torch has them: it does not type its hooks
@@ -32,11 +38,9 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {  # as torch has them: it does no
     "fp16": default_hooks.fp16_compress_hook,
 }
 """How gradients are sent in half as many bytes."""
-PACKET_BYTES = 25 << 20
-"""Tensors are sent together, up to so many bytes at a time: as many as DDP's buckets hold."""
 
 
-class _Calls(torch.nn.Module):
+class _Relay(torch.nn.Module):
     """Calls whatever function it is given: a call of its model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -47,86 +51,77 @@ class _Calls(torch.nn.Module):
         return call()
 
 
-def replicated(model: torch.nn.Module, plan: Plan) -> Strategy:
+def replicated(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Strategy:
     """Train `model` on every rank, from rank 0's weights."""
     group = group_or_none(distributed.group.WORLD)
     if group is None:
         return Strategy()
     same_on_all_ranks(model)
+    average_beside = averaged_beside_model(model, optimizer, group)
     all_used = False
+    calls = _Calls()
 
     def average() -> None:
         nonlocal all_used
         all_used = average_gradients(model.parameters(), group)
+        average_beside()
 
     def settled() -> Strategy:
         if is_fake(next(model.parameters())):
             return _as_ddp_holds_memory(model, group)
-        return _in_ddp(model, plan, unused=not all_used)
+        if not all_used and calls.most_of_ranks(model, group) > 1:
+            return _averaged_here(model, group, average)
+        return _in_ddp(model, plan, average_beside, unused=not all_used)
 
-    return Strategy(group=group, after_backward=average, settled=settled)
+    return Strategy(
+        group=group,
+        wrapper=calls.noted,
+        before_loss=calls.begin,
+        after_backward=average,
+        alone_before_step=True,
+        settled=settled,
+    )
 
 
 def wrapped_by_user(ddp: DistributedDataParallel) -> Strategy:
     return Strategy(group=group_or_none(ddp.process_group), ddp=ddp, without_reduction=ddp.no_sync)
 
 
-def same_on_all_ranks(model: torch.nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers: ranks that drew them from different seeds would each train
-    another model."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            sent = tensor.detach().contiguous()
-            distributed.broadcast(sent, 0)
-            if not tensor.is_contiguous():
-                tensor.copy_(sent)
+class _Calls:
+    """How often the model is called for one loss, in passes of which a gradient is taken."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._now, self._most, self._limit = 0, 0, limit
+
+    def begin(self) -> None:
+        self._now = 0
+
+    def noted(self, _module: torch.nn.Module, call: Callable[[], object]) -> object:
+        if torch.is_grad_enabled():
+            self._now += 1
+            self._most = max(self._most, self._now)
+            if self._limit is not None and self._now > self._limit:
+                raise UsageError(
+                    "loss_fn calls the model more often than in the first step, and not all parameters are used",
+                    limit="DDP looks for unused parameters in what one call returns",
+                    remedy="continue with step = step.with_plan(step.plan)",
+                )
+        return call()
+
+    def most_of_ranks(self, model: torch.nn.Module, group: ProcessGroup) -> int:
+        """A collective."""
+        most = torch.tensor(self._most, device=next(model.parameters()).device)
+        distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)
+        return int(most)
 
 
-def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:
-    """The mean of the ranks' gradients, in place; a rank without one counts as 0. Were there all, on all ranks?"""
-    trained = [one for one in parameters if one.requires_grad]
-    if not trained:
-        return True
-    counts, ranks = _numbers_of_gradients(trained, group), group.size()
-    used = [one for one, count in zip(trained, counts, strict=True) if count]
-    for one in used:
-        if one.grad is None:
-            one.grad = torch.zeros_like(one)
-        if one.grad.layout != torch.strided:
-            raise UsageError(
-                f"the gradient of a parameter of shape {list(one.shape)} is sparse",
-                limit="gradients are averaged whole",
-                remedy="make its embedding without sparse=True",
-            )
-    for packet in packets([one.grad for one in used if one.grad is not None]):
-        flat = torch.cat([one.reshape(-1) for one in packet])
-        distributed.all_reduce(flat, group=group)
-        flat /= ranks
-        for one, part in zip(packet, flat.split([one.numel() for one in packet]), strict=True):
-            one.copy_(part.view(one.shape))
-    return min(counts) == ranks
+def _averaged_here(model: torch.nn.Module, group: ProcessGroup, average: Callable[[], None]) -> Strategy:
+    """As in the first step. Before each step the buffers are rank 0's, as DDP has it."""
 
+    def begin(_batch: object) -> None:
+        sent_by_first(model.buffers())
 
-def _numbers_of_gradients(parameters: Sequence[Tensor], group: ProcessGroup) -> list[int]:
-    """Of each parameter, how many ranks have a gradient of it. In a forecast all ranks are like this one."""
-    given = [int(one.grad is not None) for one in parameters]
-    if is_fake(parameters[0]):
-        return [one * group.size() for one in given]
-    counts = torch.tensor(given, dtype=torch.int32, device=parameters[0].device)
-    distributed.all_reduce(counts, group=group)
-    numbers: list[int] = counts.tolist()
-    return numbers
-
-
-def packets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups of one dtype and device, each of up to PACKET_BYTES or a single tensor."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-    for one in tensors:
-        found = kinds.setdefault((one.dtype, one.device), [[]])
-        if found[-1] and sum(other.nbytes for other in found[-1]) + one.nbytes > PACKET_BYTES:
-            found.append([])
-        found[-1].append(one)
-    return [packet for found in kinds.values() for packet in found]
+    return Strategy(group=group, before_step=begin, after_backward=average, alone_before_step=True)
 
 
 def _as_ddp_holds_memory(model: torch.nn.Module, group: ProcessGroup) -> Strategy:
@@ -147,12 +142,12 @@ def _as_ddp_holds_memory(model: torch.nn.Module, group: ProcessGroup) -> Strateg
     return Strategy(group=group, close=close)
 
 
-def _in_ddp(model: torch.nn.Module, plan: Plan, *, unused: bool) -> Strategy:
+def _in_ddp(model: torch.nn.Module, plan: Plan, average_beside: Callable[[], None], *, unused: bool) -> Strategy:
     options: dict[str, Any] = {_syncs_buffers(): any(True for _ in model.buffers())}  # keywords of DDP
     if plan.ddp_bucket_mib is not None:
         options["bucket_cap_mb"] = plan.ddp_bucket_mib
     ddp = DistributedDataParallel(
-        _Calls(model),
+        _Relay(model),
         find_unused_parameters=unused and not plan.ddp_static_graph,  # with a static graph it sees that by itself
         static_graph=bool(plan.ddp_static_graph),
         gradient_as_bucket_view=True,
@@ -162,9 +157,63 @@ def _in_ddp(model: torch.nn.Module, plan: Plan, *, unused: bool) -> Strategy:
     if plan.gradient_compression is not None:
         ddp.register_comm_hook(None, COMPRESSIONS[plan.gradient_compression])
     strategy = wrapped_by_user(ddp)
-    strategy.wrapper = lambda module, call: ddp(call)
     strategy.before_step = _frozen_as(model)
+    if unused:
+        calls = _Calls(None if plan.ddp_static_graph else 1)
+        strategy.wrapper = lambda module, call: calls.noted(module, lambda: ddp(call))
+        strategy.before_loss, strategy.after_backward = calls.begin, average_beside
+        return strategy
+    complete = _Complete(model)
+
+    def after_backward() -> None:
+        complete.check()
+        average_beside()
+
+    def without_reduction() -> AbstractContextManager[None]:
+        complete.in_parts()
+        return ddp.no_sync()
+
+    strategy.wrapper = lambda module, call: complete.expected(lambda: ddp(call))
+    strategy.without_reduction = without_reduction
+    strategy.after_backward, strategy.close = after_backward, complete.close
     return strategy
+
+
+class _Complete:
+    """Sees to it that the reducing backward pass has a gradient for each trained parameter, as those of the first step
+    had. Without one DDP leaves others as each rank has them, and says so in the next step, after the update."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._there = set[Tensor]()
+        """Those that got one since the model was called last; only filled once batches come in parts."""
+        self._handles: list[RemovableHandle] = []
+
+    def in_parts(self) -> None:
+        """From now on gradients may be those of earlier parts. Hooks tell; they take 1 to 2 µs for each parameter."""
+        if not self._handles:
+            self._handles = [one.register_post_accumulate_grad_hook(self._there.add) for one in self._trained.values()]
+
+    def expected(self, call: Callable[[], object]) -> object:
+        """A call of the model, in any part of a batch: the last one is what counts."""
+        self._there.clear()
+        return call()
+
+    def check(self) -> None:
+        """Before anything uses the gradients. A rank that has all of them waits for one that has not, which ends."""
+        for name, one in self._trained.items():
+            if one.grad is None or (self._handles and one not in self._there):
+                raise UsageError(
+                    f"{name} got no gradient in this step, and all parameters did in the first one",
+                    limit="DDP then waits for all of them in every step, and would leave the gradients of the ranks "
+                    "apart",
+                    remedy="leave parallel out and train DistributedDataParallel(model, find_unused_parameters=True); "
+                    "or use parallel = 'fsdp' where all ranks leave out the same layers",
+                )
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _frozen_as(model: torch.nn.Module) -> Callable[[object], None]:

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from flatout.data.nested import tensors_in
 from flatout.errors import PlanError, UsageError
 from flatout.levers.compile import repeated_blocks
-from flatout.parallel.replicate import same_on_all_ranks
+from flatout.parallel.averaging import same_on_all_ranks
+from flatout.parallel.beside_model import averaged_beside_model, refuse_beside_model
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.whole_tensors import is_distributed, like
 from flatout.torch_private.attributes import view_base
@@ -99,6 +100,8 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     if plan.fsdp_cpu_offload:
         _check_offload()
         device, offload = "cuda", CPUOffloadPolicy()
+    if device != "cpu":
+        refuse_beside_model(model, optimizer, "fsdp")
     same_on_all_ranks(model)
     with disable_current_modes():  # it computes with the ranks' numbers, in a forecast too
         mesh = init_device_mesh(device, (distributed.get_world_size(),))
@@ -111,7 +114,10 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     fully_shard(model, mesh=mesh, mp_policy=outside, offload_policy=offload, reshard_after_forward=again)
     after = dict(model.named_parameters(remove_duplicate=False))
     exchange_parameters(optimizer, [(old, after[name]) for name, old in before.items()])
-    return sharded_by_user(model)
+    strategy = sharded_by_user(model)
+    if strategy.group is not None:
+        strategy.after_backward = averaged_beside_model(model, optimizer, strategy.group)
+    return strategy
 
 
 def _check_offload() -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, distributed
 
 from flatout.errors import UsageError
-from flatout.parallel.replicate import packets
+from flatout.parallel.averaging import packets
+from flatout.parallel.whole_tensors import PART_OF_STATE
 from flatout.parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -71,10 +72,20 @@ class ShardedUpdates:
         self._owners = owners
         return owners
 
+    def gather_state(self) -> None:
+        """Hold the state of all parameters on every rank; a collective. To be closed then."""
+        entries = self._optimizer.state_dict()["state"]
+        for number, parameter in enumerate(parameters_of(self._optimizer)):
+            if number in entries:
+                self._optimizer.state[parameter] = entries[number]
+        _has_whole_state(self._optimizer)
+
     def close(self) -> None:
-        """The optimizer steps by itself again; on each rank with the state of its own part only, if it has any."""
+        """The optimizer steps by itself again; on each rank with the state of its own part only, if it has any and it
+        was not gathered."""
         for handle in self._handles:
             handle.remove()
+        self._optimizer.register_load_state_dict_post_hook(_has_whole_state)
 
     # around a step
 
@@ -130,6 +141,7 @@ class ShardedUpdates:
     # states
 
     def _drop_others(self) -> None:
+        setattr(self._optimizer, PART_OF_STATE, True)
         for one, owner in zip(parameters_of(self._optimizer), self.owners(), strict=True):
             if owner != self._rank:
                 self._optimizer.state.pop(one, None)
@@ -158,6 +170,11 @@ class ShardedUpdates:
         tensor = tensor.contiguous()
         distributed.broadcast(tensor, distributed.get_global_rank(self._group, owner), group=self._group)
         return tensor
+
+
+def _has_whole_state(optimizer: torch.optim.Optimizer) -> None:
+    """Once it was gathered, or loaded after the end."""
+    setattr(optimizer, PART_OF_STATE, False)
 
 
 class _Form:

@@ -32,6 +32,8 @@ class Strategy:
     """Do all ranks have to call the model equally often, because each call gathers its parameters?"""
     without_reduction: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around the forward and backward pass of a part of a batch that is not its last."""
+    before_loss: Callable[[], None] | None = None
+    """Called before the loss of a part is computed, which may be tried again."""
     after_loss: Callable[[], None] | None = None
     """Called when the loss of a part is there, before its backward pass."""
     before_step: Callable[[object], None] | None = None
@@ -42,6 +44,10 @@ class Strategy:
     """Of parameters, the norm of their gradients over all ranks, where a rank has a part of them without a DTensor."""
     pipeline: Pipeline | None = None
     """Takes the parts of a batch through the stages, in place of forward and backward passes of the whole model."""
+    alone_before_step: bool = False
+    """Are gradients only exchanged in `after_backward`, so that a rank may start its share again until then?"""
+    gather_state: Callable[[], None] | None = None
+    """Give each rank the optimizer's whole state, of which it has a part; a collective. None: it has all of it."""
     settled: Callable[[], Strategy] | None = None
     """What to go on with after the first step, whose passes showed more of the model; a collective. None: the same."""
     close: Callable[[], None] = lambda: None

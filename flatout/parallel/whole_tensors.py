@@ -17,6 +17,8 @@ CUT = "cut_over_ranks"
 
 ELSEWHERE = "on_another_rank"
 """Attribute of a parameter, True: another rank trains it, and it has no values here (`parallel.pipeline.ownership`)."""
+PART_OF_STATE = "has_part_of_state"
+"""Attribute of an optimizer, True: each rank has the state of some of the parameters (`parallel.sharded_updates`)."""
 CUTS, STAGES = "cuts_over_ranks", "stages_of_ranks"
 """Attributes of a module whose parameters are cut, and of a model whose blocks are on several ranks."""
 
@@ -72,5 +74,10 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all gradients together, a plain tensor; of spread ones over all ranks."""
     import torch
 
-    norm: Tensor = whole(torch.nn.utils.get_total_norm(gradients))
-    return norm
+    spread = [one for one in gradients if is_distributed(one)]
+    same = [one for one in gradients if not is_distributed(one)] if spread else gradients
+    norm: Tensor = torch.nn.utils.get_total_norm(same)
+    if not spread:
+        return norm
+    over_ranks: Tensor = whole(torch.nn.utils.get_total_norm(spread))
+    return torch.hypot(over_ranks, norm.to(over_ranks)) if same else over_ranks

@@ -16,8 +16,8 @@ _BUSY = ("copies", "forward", "backward", "optimizer", "communication")
 
 
 def parts_on_cpu(spans: Mapping[str, float], communication: float = 0.0) -> StepParts:
-    """spans: seconds by kind, that add up to the step (without 'evaluation'). communication: of it, spent in
-    collectives inside the backward pass, where the spans do not say how long the process waited for other ranks."""
+    """spans: seconds by kind, that add up to the step. communication: of it, spent in collectives inside the backward
+    pass, where the spans do not say how long the process waited for other ranks."""
     waited = spans.get("communication", 0.0)
     inside = 0.0 if waited else min(communication, spans.get("backward", 0.0))
     return StepParts(
@@ -27,6 +27,7 @@ def parts_on_cpu(spans: Mapping[str, float], communication: float = 0.0) -> Step
         backward=spans.get("backward", 0.0) - inside,
         optimizer=spans.get("optimizer", 0.0),
         communication=waited + inside,
+        evaluation=spans.get("evaluation", 0.0),
         idle=0.0,
         other=spans.get("other", 0.0) + spans.get("sync", 0.0),
     )

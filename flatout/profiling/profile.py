@@ -109,6 +109,8 @@ class StepParts:
     backward: float
     optimizer: float
     communication: float
+    evaluation: float = 0.0
+    """Modules without gradients, where the median step has some, on a CPU; else `Profile.evaluation_seconds`."""
     idle: float
     other: float
 
@@ -242,7 +244,7 @@ class Profile:
     """Median while the profiler recorded."""
     parts: StepParts | None
     evaluation_seconds: float | None = None
-    """Modules without gradients, on average over all steps; not part of a typical step."""
+    """Modules without gradients, on average over all steps; None where they are part of a typical step."""
     operators: tuple[OperatorRow, ...] = ()
     """By name, shapes, dtype, phase, module and line; longest first. What is left out of a long list is in a last row
     named '(others)', so that they still add up."""

@@ -31,6 +31,7 @@ from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cp
 from flatout.profiling.profile import Communication, OperatorRow, Profile, StepParts
 from flatout.profiling.recorded_events import DISTURBED, Links, Recording, links_of, recorded
 from flatout.replaced import replaced
+from flatout.script.spans import evaluation_in_step
 from flatout.torch_private.attributes import PROFILER_STARTS
 from flatout.torch_private.dispatch import profiler_is_on
 from flatout.tracebacks import within
@@ -141,7 +142,7 @@ class Windows:
     warm_up_steps: int = 0
     timed_seconds: Sequence[float] = ()
     spans: Mapping[str, float] | None = None
-    """Seconds of each kind in a typical timed step; None: nothing timed the parts."""
+    """Seconds of each kind in a typical timed step, evaluation in it or on top; None: nothing timed the parts."""
     waited_seconds: float | None = None
     """Of a profiled step, in which the process waited for other ranks; None: not timed."""
     follower: OperatorFollower | None = None
@@ -179,7 +180,7 @@ class Windows:
             samples_seconds=tuple(self.timed_seconds),
             profiled_step_seconds=profiled,
             parts=None,
-            evaluation_seconds=(self.spans or {}).get("evaluation") or None,
+            evaluation_seconds=self._evaluation_on_top(step),
             samples_per_step=self.samples_per_step,
             tokens_per_step=self.tokens_per_step,
             peak_resident_bytes=self.peak_resident_bytes,
@@ -188,6 +189,11 @@ class Windows:
         if len(self.profiled_seconds) < self.asked and not self.obstacle:
             self.notes.append(f"{len(self.profiled_seconds)} of the {self.asked} steps asked for were profiled")
         return replace(found, notes=tuple(self.notes), reasons=dict(self.reasons))
+
+    def _evaluation_on_top(self, step: float | None) -> float | None:
+        if self.spans is None or step is None or evaluation_in_step(self.spans, step):
+            return None
+        return self.spans.get("evaluation") or None
 
     def _with_operators(self, found: Profile) -> Profile:
         missing = self.on_gpu and self.recording is not None and not self.recording.kernels
@@ -243,7 +249,8 @@ class Windows:
             return parts_on_gpu(self.spans or {}, attributed.busy_by_phase, step)
         if self.spans is not None and found.step_seconds is not None:
             talk = sum(row.seconds for row in operators if row.phase == "communication")
-            return parts_on_cpu(self.spans, talk)
+            inside = {kind: seconds for kind, seconds in self.spans.items() if kind != "evaluation"}
+            return parts_on_cpu(self.spans if found.evaluation_seconds is None else inside, talk)
         if operators:
             self.reasons.setdefault("parts", "parts are times of operators; 'other' is Python and what it waits for")
             return parts_by_operators(operators, step)

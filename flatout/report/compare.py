@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from flatout.decoding import decode
 from flatout.errors import MachinesDiffer, UsageError
 from flatout.private_details import arguments_digest
 from flatout.report.document import Document
@@ -20,6 +21,8 @@ from flatout.statistics import Comparison, compare_runs, compare_unpaired
 from flatout.timing import Measurement
 from flatout.units import format_bytes, format_seconds
 
+_MEASURED = {one.name for one in fields(Measurement)}
+"""A later version may write more."""
 _RERUN = "run both on the same machine"
 _ALONE = "measured separately: the ratio includes any drift of the machine between the two runs"
 _IN_TURNS = (
@@ -88,7 +91,7 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
     caveats += _difference("the script", scripts)
     caveats += ["the script's arguments differ"] if len({_arguments(doc) for _, doc in named} - {None}) > 1 else []
     caveats += _difference("the device", [_device(doc) for _, doc in named])
-    caveats += _difference("torch", [(one.get("versions") or {}).get("torch") for one in machines.values()])
+    caveats += _difference("torch", [_torch(one) for one in machines.values()])
     caveats += _warnings({which: [*measured[which].warnings, *_ending(doc)] for which, doc in named})
     return DocumentComparison(
         name=script_name(b[-1]),
@@ -148,11 +151,12 @@ def machine_differences(a: Document, b: Document) -> list[str]:
         "memory": lambda m: format_bytes(m["memory_total_bytes"]),
         "GPUs": lambda m: ", ".join(gpu["name"] for gpu in m["devices"]) or "none",
     }
-    found = []
-    if all({"cpu", "devices", "memory_total_bytes"} <= m.keys() for m in (a, b)):
+    try:
         seen = {name: (printable(str(aspect(a))), printable(str(aspect(b)))) for name, aspect in aspects.items()}
-        found = [f"{name}: {left} and {right}" for name, (left, right) in seen.items() if left != right]
-    return found or [f"fingerprints {a['fingerprint']} and {b['fingerprint']}"]
+    except (KeyError, TypeError, ValueError):
+        seen = {}  # they hold less, or something else
+    found = [f"{name}: {left} and {right}" for name, (left, right) in seen.items() if left != right]
+    return found or [f"fingerprints {printable(a['fingerprint'])} and {printable(b['fingerprint'])}"]
 
 
 def _measurement(doc: Document, which: str) -> Measurement:
@@ -163,9 +167,11 @@ def _measurement(doc: Document, which: str) -> Measurement:
             f"the {which} document (a {kind!r}) holds no measurement", remedy="pass what `flatout run` wrote"
         )
     try:
-        found = Measurement.from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"the {which} document's measurement is malformed ({error!r})") from error
+        found = decode(Measurement, {key: value for key, value in data.items() if key in _MEASURED})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the {which} document's measurement is malformed: {error}", remedy="pass what `flatout run` wrote"
+        ) from error
     if not found.samples_seconds:
         raise UsageError(f"the {which} document has no samples", limit="a comparison needs some of each side")
     return found
@@ -205,6 +211,11 @@ def _device(doc: Document) -> str | None:
     return printable(device) if isinstance(device, str) else None
 
 
+def _torch(machine: Document) -> str | None:
+    version = _part(machine, "versions").get("torch")
+    return printable(version) if isinstance(version, str) else None
+
+
 def _ending(doc: Document) -> list[str]:
     """What speaks against a script that did not end well: it may have trained another way than one that did."""
     status = _part(doc, "script").get("status", 0)
@@ -225,12 +236,19 @@ def comparison_text(found: DocumentComparison) -> str:
     for label, runs in (("first", found.baseline), ("second", found.candidate)):
         lines += [f"{label if number == 0 else '':<10} {_measured_text(one)}" for number, one in enumerate(runs)]
     lines += [f"{'caveat' if i == 0 else '':<10} {caveat}" for i, caveat in enumerate(found.caveats)]
-    return "\n".join(lines)
+    return "\n".join(map(_row, lines))
+
+
+def _row(text: str) -> str:
+    """One line whatever the documents name, and none that a GitHub workflow takes for a command, blanks before it or
+    not."""
+    line = printable(text)
+    return line.replace("::", ": :", 1) if line.lstrip().startswith("::") else line
 
 
 def _measured_text(one: Measurement) -> str:
     spread = f"middle half within {format_seconds(one.iqr_seconds)}, n = {len(one.samples_seconds)}"
-    return f"{printable(one.name)}: {format_seconds(one.median_seconds)} a step, {spread}"
+    return f"{one.name}: {format_seconds(one.median_seconds)} a step, {spread}"
 
 
 def _interval(found: Comparison, unit: str) -> str:

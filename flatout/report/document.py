@@ -65,6 +65,12 @@ def read_document(path: Path, kind: str | None = None) -> Document:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise UsageError(f"{path} is not a JSON document ({error})") from error
+    except RecursionError:
+        raise UsageError(
+            f"{path} cannot be read: its JSON is nested too deeply",
+            limit="documents of Flatout's have a few levels",
+            remedy="pass a file that `flatout run` or `tune` wrote",
+        ) from None
     header = doc.get("flatout") if isinstance(doc, dict) else None
     if not isinstance(header, dict) or not isinstance(header.get("schema"), int):
         raise UsageError(
@@ -72,7 +78,7 @@ def read_document(path: Path, kind: str | None = None) -> Document:
         )
     if header["schema"] > SCHEMA:
         raise UsageError(
-            f"{path} was written by Flatout {header.get('version')}, schema {header['schema']}",
+            f"{path} was written by Flatout {_escaped(header.get('version'))}, schema {header['schema']}",
             limit=f"this is {__version__}, which reads up to schema {SCHEMA}",
             remedy="update Flatout",
         )
@@ -80,3 +86,8 @@ def read_document(path: Path, kind: str | None = None) -> Document:
         raise UsageError(f"{path} is a {header.get('document')!r} document", limit=f"a {kind!r} is needed here")
     assert isinstance(doc, dict)
     return doc
+
+
+def _escaped(value: object) -> str:
+    """A message must not drive the reader's terminal."""
+    return str(value).encode("unicode_escape").decode("ascii")

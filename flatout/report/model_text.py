@@ -29,14 +29,17 @@ def model_document(name: str, model: ModelFacts, findings: Sequence[Finding]) ->
 def model_text(name: str, model: ModelFacts, findings: Sequence[Finding]) -> str:
     """What `flatout check net.py:make` prints."""
     frozen = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
+    counted = f"{model.parameters:,} parameters, {frozen} of them trainable" if model.parameters else "no parameters"
     dtypes = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in model.bytes_by_dtype.items()) or "none"
     buffers = "unknown, because a lazy layer's have no shape yet"
     if model.buffer_bytes is not None:
         buffers = format_bytes(model.buffer_bytes)
     rows = [
-        ("model", f"{model.kind} ({name}) · {model.parameters:,} parameters, {frozen} of them trainable"),
+        ("model", f"{model.kind} ({name}) · {counted}"),
         ("memory", f"parameters {dtypes} · buffers {buffers}"),
     ]
     for one in findings:
         rows += labelled(one.severity, finding_texts(one))
+    if model.without_source:
+        rows.append(("note", f"not checked, because a ScriptModule has no source: {', '.join(model.without_source)}"))
     return rows_text([*rows, ("verdict", f"{verdict(findings)} (built, not run)")])

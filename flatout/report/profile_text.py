@@ -39,6 +39,7 @@ PARTS = {
     "backward": "the backward pass",
     "optimizer": "the optimizer's update",
     "communication": "communication between ranks",
+    "evaluation": "modules without gradients",
     "idle": "time in which the GPU has no work",
     "other": "outside of modules, backward pass and optimizer",
 }
@@ -201,8 +202,9 @@ def _parts(profile: Profile, parts: StepParts, step: float) -> list[str]:
     scale, unit = (1e3, "ms") if step < 1 else (1.0, "s")
     inside = " + ".join(f"{name} {seconds * scale:.3g}" for name, seconds in shown.items())
     texts = [f"{format_seconds(step)} = {inside or 'nothing'} {unit}"]
-    if profile.evaluation_seconds:
-        texts.append(f"and {format_seconds(profile.evaluation_seconds)} a step of modules without gradients")
+    on_top = profile.evaluation_seconds or 0.0
+    if on_top > 0.005 * step:
+        texts.append(f"and {format_seconds(on_top)} a step of modules without gradients")
     if profile.reasons.get("parts"):
         texts.append(profile.reasons["parts"])
     return texts

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from flatout.levers.observed import Observed
 from flatout.machine.ceilings import Ceilings
+from flatout.script.spans import evaluation_in_step
 from flatout.units import format_rate, format_seconds
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "communication", "sync", "evaluation", "other")
@@ -16,8 +17,9 @@ def breakdown_text(parts: Mapping[str, float], step_seconds: float) -> str:
     """'1.15 ms = data 0.43 + forward 0.21 + ... ms': shares below half a percent go to the rest."""
     scale, unit = (1e3, "ms") if step_seconds < 1 else (1.0, "s")
     shown = [(name, parts[name]) for name in PARTS if parts.get(name, 0.0) > SMALLEST_SHARE_SHOWN * step_seconds]
-    inside = [f"{name} {seconds * scale:.3g}" for name, seconds in shown if name != "evaluation"]
-    evaluation = [f" (and evaluation {s * scale:.3g} {unit} a step)" for name, s in shown if name == "evaluation"]
+    on_top = () if evaluation_in_step(parts, step_seconds) else ("evaluation",)
+    inside = [f"{name} {seconds * scale:.3g}" for name, seconds in shown if name not in on_top]
+    evaluation = [f" (and evaluation {s * scale:.3g} {unit} a step)" for name, s in shown if name in on_top]
     return f"{format_seconds(step_seconds)} = {' + '.join(inside)} {unit}{''.join(evaluation)}"
 
 

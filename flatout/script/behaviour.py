@@ -314,6 +314,7 @@ class BehaviourWatch:
             zero_grad_seconds=update.zero_seconds if device == "cpu" and update.zero_place is not None else None,
             unchanged_share=update.gradients.unchanged_share,
             weights_move=update.gradients.weights_move,
+            stops_where_converged=update.stop_themselves,
             made_in_forward=forward.made(),
             kept_steps=self._kept.kept_steps,
             kept_bytes_per_step=self._kept.bytes_per_step,

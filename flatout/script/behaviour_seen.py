@@ -311,6 +311,8 @@ class Behaviour:
     """Of numbers with a gradient other than zero, those that an optimizer step left exactly as they were."""
     weights_move: bool | None = None
     """Did any weight change in any step? None: not examined."""
+    stops_where_converged: bool = False
+    """Are all steps given a closure, by optimizers that end a step early where nothing is left to gain, as LBFGS?"""
     made_in_forward: tuple[MadeSeen, ...] = ()
     kept_steps: int = 0
     """Earlier steps whose graphs were still alive at the end of the window's last examined step."""

@@ -112,18 +112,26 @@ def observe(
 
 
 def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
-    """Mean seconds of each part over typical steps: those within 3x the median without evaluation.
+    """Mean seconds of each part over typical steps: those within 3x the median, without evaluation.
 
-    Means of parts add up to the mean step; medians would not. Evaluation is averaged over all steps.
+    Means of parts add up to the mean step; medians would not: they are scaled to the median step. Evaluation comes on
+    top, on average over all steps, unless the median step has some, as that of a generator that makes fakes without
+    gradients: then it is one of the parts (see `evaluation_in_step`).
     """
     if not rows:
         return {}
     middle = statistics.median(row.seconds for row in rows)
-    typical = [row for row in rows if row.seconds <= 3 * middle and not row.parts.get("evaluation")] or list(rows)
-    parts = {kind: statistics.fmean(row.parts.get(kind, 0.0) for row in typical) for kind in KINDS}
-    parts["evaluation"] = statistics.fmean(row.parts.get("evaluation", 0.0) for row in rows)
-    scale = middle / max(1e-12, sum(seconds for kind, seconds in parts.items() if kind != "evaluation"))
-    return {kind: seconds * (1 if kind == "evaluation" else scale) for kind, seconds in parts.items()}
+    typical = [row for row in rows if row.seconds <= 3 * middle]
+    without = [row for row in typical if not row.parts.get("evaluation")]
+    on_top = 2 * len(without) >= len(typical)
+    parts = {
+        kind: statistics.fmean(row.parts.get(kind, 0.0) for row in (without if on_top else typical)) for kind in KINDS
+    }
+    scale = middle / max(1e-12, sum(parts.values()))
+    parts = {kind: scale * seconds for kind, seconds in parts.items()}
+    if on_top:  # the first row has what is not known yet to be called in every step
+        parts["evaluation"] = statistics.fmean(row.parts.get("evaluation", 0.0) for row in rows[1:] or rows)
+    return parts
 
 
 def _page_faults(rows: Sequence[StepRow]) -> float | None:

@@ -10,6 +10,7 @@ find it and pickled classes resolve. Nothing is copied and nothing is rewritten.
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib
 import importlib.machinery
 import os
@@ -58,9 +59,10 @@ class Target:
         head = [self.path] if self.path is not None else ["-m", str(self.module)]
         return [*head, *self.arguments]
 
-    @property
+    @functools.cached_property
     def folder(self) -> str:
-        """Where the script's own modules are looked for first."""
+        """Where the script's own modules are looked for first. `execute` asks for it before the script can change the
+        working directory, that paths are relative to."""
         return os.path.dirname(os.path.realpath(self.path)) if self.path is not None else os.getcwd()
 
     def check_exists(self) -> None:

@@ -61,8 +61,11 @@ class Inspection:
         warm_up: int,
         one_backward_a_step: bool,
         frame: FrameType | None,
+        folder: str,
     ) -> None:
-        self.timeline = _shortened(tracker.timeline())
+        """folder: what lines are named relative to: the script's, as in a profile."""
+        self._folder = folder
+        self.timeline = _shortened(tracker.timeline(), folder)
         self.use = use_of(
             self.timeline, marks, first_event=first_event, warm_up=warm_up, one_backward_a_step=one_backward_a_step
         )
@@ -225,7 +228,7 @@ class Inspection:
             type_name=found.type_name if found is not None else "",
             entries=entries,
             entries_per_step=grown,
-            line=f"{within(file, os.getcwd())}:{line}" if line else "",
+            line=_place(f"{file}:{line}", self._folder) if line else "",
             source=linecache.getline(file, line).strip() if line else "",
             bytes_per_step=sum(growth.bytes_per_step for growth in suspect.growths),
             tensors_per_step=tensors,
@@ -241,7 +244,7 @@ class Inspection:
         if not found.bound and suspect.lines.shrinks:
             line = suspect.lines.shrinks[0]
             text = linecache.getline(suspect.file, line).strip()
-            return f"the script also removes from it: {within(suspect.file, os.getcwd())}:{line}  {text}"
+            return f"the script also removes from it: {_place(f'{suspect.file}:{line}', self._folder)}  {text}"
         return found.bound
 
     def _release(self) -> None:
@@ -255,10 +258,19 @@ class Inspection:
                 suspect.found = replace(suspect.found, owner=None)
 
 
-def _shortened(timeline: Timeline) -> Timeline:
+def _shortened(timeline: Timeline, folder: str) -> Timeline:
+    places: dict[str, str] = {"": ""}
     for one in timeline.allocations:
-        one.line = within(one.line, os.getcwd())
+        if one.line not in places:
+            places[one.line] = _place(one.line, folder)
+        one.line = places[one.line]
     return timeline
+
+
+def _place(line: str, folder: str) -> str:
+    """Of '/home/me/train.py:12': 'train.py:12' where that is in the folder, also by another path."""
+    file, _, number = line.rpartition(":")
+    return f"{within(os.path.realpath(file), folder)}:{number}"
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

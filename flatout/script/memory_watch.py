@@ -217,6 +217,7 @@ class MemoryWatch:
             # a scaler unscales all gradients first, and ranks add them up: they cannot be freed one by one
             one_backward_a_step=0.9 < per_step < 1.1 and not self.watch.saw_scaler and self._together is None,
             frame=frame,
+            folder=self._child.target.folder,
         )
 
     def _result(self, inspection: Inspection, *, ended: bool) -> MemoryAnswer:

@@ -13,7 +13,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from flatout.decoding import decode
 from flatout.script.behaviour_seen import SourceLine
@@ -49,7 +49,7 @@ class CallFact:
     """Is it in the innermost loop around an optimizer's step or a backward pass, or in a function that such a loop
     calls?"""
     guarded: bool = False
-    """Is it under an `if` inside its loop, such as once in 50 steps?"""
+    """Is it under an `if` of a counter inside its loop, such as once in 50 steps?"""
     repeats: bool = False
     """Is it in a loop that only counts, `for _ in range(8)`, and does the same again in every turn?"""
     options: Mapping[str, object] | None = None
@@ -108,7 +108,8 @@ class SourceFacts:
     unused_schedulers: tuple[SourceLine, ...] = ()
     """Where schedulers are made that nothing in the files steps, or is given."""
     loss_divided: tuple[SourceLine, ...] = ()
-    """Divisions and products of something called a loss, or of gradients."""
+    """Divisions and products of something called a loss, or of gradients; gradients that a backward pass is given; and
+    learning rates divided by what turns are counted by."""
     settings: tuple[tuple[str, SourceLine], ...] = ()
     """Attributes that are assigned: ('torch.backends.cudnn.benchmark', line)."""
     names: tuple[str, ...] = ()
@@ -234,6 +235,13 @@ class _Reader:
             _dotted(node.func).rpartition(".")[2] for node in self._calls if self._innermost(node, _LOOPS) is not None
         }
         """Functions that are called in some loop."""
+        self._counters = self._names_that_count()
+        self._assigned: dict[str, list[ast.expr]] = {}
+        """Name -> what it is given anywhere."""
+        for node in self._order:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._assigned.setdefault(_dotted(target), []).append(node.value)
 
     def line(self, node: ast.AST) -> SourceLine:
         number = getattr(node, "lineno", 0)
@@ -361,9 +369,33 @@ class _Reader:
                 found = node if _is_loss(node.target) else None
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 divides = node.func.attr in ("div", "div_", "mul", "mul_", "true_divide")
-                found = node if divides and _is_loss(node.func.value) else None
+                found = node if (divides and _is_loss(node.func.value)) or _is_given_gradient(node) else None
             if found is not None:
                 yield self.line(found)
+        yield from map(self.line, self._rates_divided())
+
+    def _rates_divided(self) -> Iterator[ast.AST]:
+        """`SGD(parameters, 0.1 / micro)`, `rate = 0.1 / micro` where `(step + 1) % micro` or `range(micro)` counts."""
+        counts = {ast.unparse(node.right) for node in self._order if _is_remainder(node)}
+        counts |= {ast.unparse(one) for node in self._calls if _dotted(node.func) == "range" for one in node.args}
+        for node in self._order:
+            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+                by = node.value if isinstance(node, ast.AugAssign) else node.right
+                if ast.unparse(by) in counts and self._is_rate(node):
+                    yield node
+
+    def _is_rate(self, node: ast.AST) -> bool:
+        """Does it become a learning rate, by the name that it is given, or as an optimizer's second argument?"""
+        above = self._parents.get(node)
+        while isinstance(above, ast.BinOp):
+            node, above = above, self._parents.get(above)
+        if isinstance(node, ast.AugAssign):
+            return _is_rates_name(node.target)
+        if isinstance(above, ast.Call):
+            return node in above.args[1:2] and _dotted(above.func).rpartition(".")[2][:1].isupper()
+        if isinstance(above, ast.Assign):
+            return any(map(_is_rates_name, above.targets))
+        return isinstance(above, ast.keyword) and above.arg == "lr"
 
     # where a node is
 
@@ -440,9 +472,33 @@ class _Reader:
         for one in self._around(node):
             if one is loop or isinstance(one, _FUNCTIONS):
                 return False
-            if isinstance(one, ast.If):
+            if isinstance(one, ast.If) and self._counts(one.test):
                 return True
         return False
+
+    def _counts(self, test: ast.expr) -> bool:
+        """Is it a test of a counter: of a remainder, or of what a loop counts or a line adds 1 to?"""
+        names = {_dotted(node) for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
+        tests = [test, *(value for name in names for value in self._assigned.get(name, ()))]
+        if any(_is_remainder(node) for one in tests for node in ast.walk(one)):
+            return True
+        compares = any(isinstance(node, ast.Compare) for one in tests for node in ast.walk(one))
+        return compares and not names.isdisjoint(self._counters)
+
+    def _names_that_count(self) -> set[str]:
+        counters = {
+            _dotted(node.target)
+            for node in self._order
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub)
+            and isinstance(node.value, ast.Constant)
+        }  # fmt: skip
+        for node in self._order:
+            if isinstance(node, ast.For) and isinstance(node.iter, ast.Call):
+                called = _dotted(node.iter.func).rpartition(".")[2]
+                if called in ("range", "trange", "enumerate", "count"):
+                    target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
+                    counters.add(_dotted(target))
+        return counters
 
     def _repeats(self, node: ast.AST) -> bool:
         loop = self._innermost(node, (*_LOOPS, *_FUNCTIONS))
@@ -549,6 +605,26 @@ def _is_schedulers_name(name: str) -> bool:
 def _is_loss(node: ast.AST) -> bool:
     name = _dotted(node).lower()
     return "loss" in name or name.endswith(".grad") or name in ("l", "err", "error", "cost", "nll", "objective")
+
+
+def _is_given_gradient(node: ast.Call) -> bool:
+    """`loss.backward(gradient=torch.tensor(1 / 4))`: what the loss is multiplied with, unless it is all ones."""
+    assert isinstance(node.func, ast.Attribute)
+    if node.func.attr != "backward" or _dotted(node.func.value).rpartition(".")[2] == "autograd":
+        return False
+    given = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "gradient")]
+    ones = [one for one in given if isinstance(one, ast.Call) and "ones" in _dotted(one.func)]
+    return any(one not in ones and not isinstance(one, ast.Constant) for one in given)
+
+
+def _is_remainder(node: ast.AST) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant)
+
+
+def _is_rates_name(node: ast.AST) -> bool:
+    name = _dotted(node.value if isinstance(node, ast.Subscript) else node).lower().rpartition(".")[2]
+    key = node.slice if isinstance(node, ast.Subscript) else None
+    return name in ("lr", "rate", "learning_rate") or (isinstance(key, ast.Constant) and key.value == "lr")
 
 
 def _is_plain_value(node: ast.expr) -> bool:

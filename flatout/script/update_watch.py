@@ -107,6 +107,9 @@ class _OptimizerState:
         self.place: Place = ("", 0)
         self.by_closure = False
         """Was its last step given a closure, which runs the backward pass inside of the step?"""
+        self.stops_itself = False
+        """Does it leave the weights alone once it has converged, as LBFGS does? Not where its rate is 0, or where it
+        has no gradient to follow."""
         self.cleared = self.arrived = False
         """Were its gradients empty at some time since its last step, and did new ones arrive?"""
         self.accumulated = self.zeroed = 0
@@ -434,7 +437,7 @@ class UpdateWatch:
         state.used_zeros = bool(used) and not any(one.is_sparse or bool(one.any()) for one in used)
         state.since = self._first_event + len(self._events)
         state.steps += 1
-        state.by_closure = by_closure
+        state.by_closure, state.stops_itself = by_closure, by_closure and bool(used) and _has_tolerance(optimizer)
         if state.steps <= EXAMINED_STEPS:
             modules = self._subject.modules if self._subject is not None else ()
             self.gradients.measure(modules, optimizer, state.parameters)
@@ -565,6 +568,12 @@ class UpdateWatch:
         return worst.zeroed if worst is not None else 0
 
     @property
+    def stop_themselves(self) -> bool:
+        """Do all optimizers that step, where they have converged?"""
+        stepped = [one for one in self._states.values() if one.steps]
+        return bool(stepped) and all(one.stops_itself for one in stepped)
+
+    @property
     def zero_seconds(self) -> float:
         """Per step."""
         return self._zero_seconds / max(1, self.steps)
@@ -574,6 +583,10 @@ def _has_closure(args: object, kwargs: object) -> bool:
     """Arguments of an optimizer's step, itself included."""
     given = args[1] if isinstance(args, tuple) and len(args) > 1 else None
     return callable(kwargs.get("closure") if given is None and isinstance(kwargs, dict) else given)
+
+
+def _has_tolerance(optimizer: Optimizer) -> bool:
+    return all(group.get("tolerance_grad") is not None and group["lr"] for group in optimizer.param_groups)
 
 
 def _pairs_are_meant(predictions: Tensor, targets: Tensor, reduction: object) -> bool:

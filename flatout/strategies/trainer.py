@@ -23,7 +23,6 @@ from flatout.script.replicas.refusal import Refusals
 from flatout.strategies.facts import facts_of
 from flatout.strategies.made import endless, training_of
 from flatout.strategies.told import FACTS, LOSSES, WEIGHTS, Role, Told
-from flatout.train.step import TrainStep
 
 SHARED = ("ddp", "zero1", "fsdp")
 """Strategies under which each rank takes its share of a batch."""
@@ -61,7 +60,7 @@ def _record(told: Told, folder: Path) -> None:
         for batch in itertools.islice(endless(batches, told.spec), told.steps):
             if not losses:
                 _check_share(batch, told)
-            losses.append(_of_all_ranks(step(batch), summed=_sums(step, batch) and told.planned().parallel in SHARED))
+            losses.append(_of_all_ranks(step(batch)))
     step.finish()
     state = step.model.state_dict()  # whole tensors where ranks have parts of their own; a collective
     weights = {
@@ -89,18 +88,13 @@ def _nudge(model: torch.nn.Module, size: float, seed: int) -> None:
                 one.mul_(1 + max(size, torch.finfo(one.dtype).eps) * signs.to(one.device, one.dtype))
 
 
-def _sums(step: TrainStep, batch: object) -> bool:
-    """Is the loss a sum over the batch? A rank then has its part of it."""
-    return step.count_terms is not batch_length and step.count_terms(batch) is None
-
-
-def _of_all_ranks(loss: torch.Tensor, *, summed: bool) -> float:
-    """That of the whole batch: the mean over the ranks, or the sum."""
+def _of_all_ranks(loss: torch.Tensor) -> float:
+    """That of the whole batch: the mean over the ranks."""
     if not joined():
         return float(loss)
     loss = loss.clone()
     torch.distributed.all_reduce(loss)
-    return float(loss) if summed else float(loss) / joined_ranks()
+    return float(loss) / joined_ranks()
 
 
 def _check_share(batch: object, told: Told) -> None:

@@ -284,7 +284,7 @@ class TrainStep:
         as_plan(plan, "step")
         self.finish()
         state = self.state_dict()
-        self.close()
+        self._undo(parts_stay=plan.parallel == self.plan.parallel)
         step = TrainStep(
             self.model,
             self.optimizer,
@@ -306,12 +306,19 @@ class TrainStep:
     def close(self) -> None:
         """Undo every lever: model and optimizer are as they were given, except for their training.
 
-        A model that `parallel = "fsdp"` has sharded stays sharded; a step with the same plan continues with it.
+        A model that `parallel = "fsdp"` has sharded stays sharded; a step with the same plan continues with it. Under
+        "zero1" each rank keeps the optimizer's state of its part: only `with_plan` passes it on to any other plan.
         """
+        self._undo(parts_stay=True)
+
+    def _undo(self, *, parts_stay: bool) -> None:
+        """parts_stay: nothing is exchanged between the ranks."""
         self._closed = True
         self._applied.set([])
         self._watched.close()
         self._levers.close()
+        if not parts_stay and self._strategy.gather_state is not None:
+            self._strategy.gather_state()
         self._strategy.close()
 
     def state_dict(self) -> StepState:
@@ -424,6 +431,7 @@ class TrainStep:
             return self._in_stages(self._strategy.pipeline, parts, sums)
         # gradients are averaged over the ranks: of a loss that sums over its terms that is a part of the sum
         ranks = 1 if self.group is None or total is not None else self.group.size()
+        further = self._passes_of_others(len(parts))
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             if not self._needs_all_ranks(last) and sums.is_left_out(i):
@@ -434,13 +442,13 @@ class TrainStep:
                     self._mean_terms.wait()
                 share = sums.share(i, part, returned)
                 self._update.scale(share if ranks == 1 else share * ranks).backward()
-        if self._strategy.calls_are_collective and self.micro_batches > 1:
-            self._take_part_in_others(parts)
+        for _ in range(further):
+            scaled(self._loss(parts[-1])[0], 0.0).backward()
         if self._strategy.after_backward is not None:
             self._strategy.after_backward()
         self.figures = sums.figures
         assert sums.loss is not None  # a part is only left out if others have terms
-        return sums.loss
+        return sums.loss if ranks == 1 else sums.loss * ranks
 
     def _parts(self, batch: object) -> int:
         pipeline = self._strategy.pipeline
@@ -486,11 +494,12 @@ class TrainStep:
         """Does this part take place even if it has no terms? The last one reduces the ranks' gradients."""
         return self._strategy.calls_are_collective or (last and self.group is not None)
 
-    def _take_part_in_others(self, parts: Sequence[object]) -> None:
-        """Call the model as often as the rank whose share has the most parts; with a loss of 0."""
-        most = len(parts) if self.group is None else largest_of_ranks(len(parts), self.device, self.group)
-        for _ in range(most - len(parts)):
-            scaled(self._loss(parts[-1])[0], 0.0).backward()
+    def _passes_of_others(self, parts: int) -> int:
+        """How many more parts than here the rank whose share has the most of them has: this one takes part in their
+        passes with a loss of 0. Known before the first pass, as another collective cannot come between those."""
+        if self.group is None or not self._strategy.calls_are_collective or self.micro_batches == 1:
+            return 0
+        return largest_of_ranks(parts, self.device, self.group) - parts
 
     def _settle(self) -> None:
         """Go on in the way that the first step has shown to be the better one."""
@@ -500,6 +509,7 @@ class TrainStep:
         strategy = settled()
         self._levers.callback(strategy.close)
         strategy.settled, strategy.close = None, self._strategy.close
+        strategy.gather_state = self._strategy.gather_state
         self._strategy = strategy
         self._watch_shared_step()
 
@@ -516,6 +526,8 @@ class TrainStep:
         return call() if wrapper is None else wrapper(module, call)
 
     def _loss(self, part: object) -> tuple[Tensor, dict[str, Number]]:
+        if self._strategy.before_loss is not None:
+            self._strategy.before_loss()
         if not self._subject.wrappers:
             returned, called = self.loss_fn(self.model, part), True
         else:
@@ -578,7 +590,7 @@ class TrainStep:
 
     def _refuse_to_split_alone(self, error: Exception) -> None:
         """Raise if the other ranks are in a collective that this one left, or would have to take part again."""
-        obstacle = None if self._strategy.settled is not None else "it is not a rank of DDP"
+        obstacle = None if self._strategy.alone_before_step else "it is not a rank of DDP"
         if self._shared is not None and self._strategy.ddp is not None:
             obstacle = self._shared.obstacle(self._strategy.ddp)
         elif self._strategy.calls_are_collective:

@@ -318,3 +318,12 @@ def test_the_guard_lets_an_optimizer_be_made(tmp_path: Path) -> None:
     write(tmp_path, "train.py")
     result = memory(tmp_path, "--isolation", "guard", "train.py")
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_lines_are_named_from_the_scripts_folder_as_in_a_profile(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", "train.py", body="kept.append(out)\n    import os; os.chdir('/')")
+    found = document(memory(tmp_path, "--json", "sub/train.py"))
+    lines = {row["line"].partition(":")[0] for row in found["use"]["lines"]}
+    assert lines == {"train.py"}
+    assert found["leaks"]["leaks"][0]["line"] == "train.py:14"

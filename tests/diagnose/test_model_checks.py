@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from flatout.diagnose.finding import Finding
 from flatout.diagnose.model_checks import CHECKS
 from flatout.diagnose.model_facts import ModelFacts
 from flatout.diagnose.model_reading import read_model
+from flatout.errors import UsageError
 from flatout.infer.model_source import load_model
+from flatout.report.model_text import model_text
 
 HEAD = "import pathlib\nimport torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
@@ -77,6 +80,11 @@ FAULTY = {
         "unregistered-tensors",
         module("self.mask = torch.tril(torch.ones(8, 8))", "return x * self.mask"),
         "self.mask = torch.tril(torch.ones(8, 8))",
+    ),
+    "a tensor that computes besides": (
+        "unregistered-tensors",
+        module("self.t = torch.ones(8)", "x = x.view(-1, self.t.shape[0])\nreturn x * self.t"),
+        "self.t = torch.ones(8)",
     ),
     "a tensor that should be a parameter": (
         "unregistered-tensors",
@@ -143,6 +151,16 @@ HEALTHY = {
     "a tensor of which forward moves a part": module(
         "self.mask = torch.ones(8, 8)", "return x * self.mask[:4].bool().to(x.device)"
     ),
+    "a tensor that as_tensor moves": module(
+        "self.mean = torch.ones(3)", "return x - torch.as_tensor(self.mean, device=x.device)"
+    ),
+    "a tensor that is copied to another's device": module("self.t = torch.ones(3)", "return x - x.new_tensor(self.t)"),
+    "a tensor whose numbers are read": module(
+        "self.sizes = torch.tensor([1, 2])", "a, b = self.sizes.tolist()\nreturn x.split([a, int(self.sizes[1])], 1)"
+    ),
+    "a tensor whose shape is read": module(
+        "self.t = torch.zeros(3)", "return x.view(len(self.t), self.t.shape[0], self.t.size(0))"
+    ),
     "a state that forward assigns": module(
         "self.state = torch.zeros(8)", "self.state = self.state + x.detach()\nreturn x + self.state"
     ),
@@ -205,6 +223,40 @@ def test_a_fault_is_named_at_its_line(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", HEALTHY)
 def test_a_healthy_model_is_left_alone(model: str, tmp_path: Path) -> None:
     assert [one.title for one in found(HEALTHY[model], tmp_path)] == []
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
+def test_a_model_that_is_compiled_or_wrapped_is_checked_as_the_one_inside(wrap: Callable[..., nn.Module]) -> None:
+    seen = read_model(wrap(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))))
+    assert seen.kind == "Sequential"
+    assert [(one.first, one.second) for one in seen.linear_pairs] == [("Sequential.0", "Sequential.1")]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_module_is_not_said_to_be_fine() -> None:
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match="not checked"):
+        read_model(scripted)
+    seen = read_model(nn.Sequential(nn.Linear(4, 4), scripted))
+    assert seen.without_source == ("Sequential.1",)
+    text = model_text("net.py:make", seen, [])
+    assert "not checked, because a ScriptModule has no source: Sequential.1" in text
+
+
+def test_a_layer_that_is_called_twice_in_a_row_is_named_twice_and_counts_once() -> None:
+    layer = nn.Linear(8, 8)
+    seen = read_model(nn.Sequential(layer, layer))
+    assert [(one.first, one.second, one.saved_bytes) for one in seen.linear_pairs] == [
+        ("Sequential.0", "Sequential.1", 0)
+    ]
+    final = nn.Softmax(-1)
+    last = read_model(nn.Sequential(final, layer, final)).last
+    assert last is not None
+    assert last.path == "Sequential.2"
+
+
+def test_of_no_parameters_nothing_is_trainable() -> None:
+    assert "ReLU (net.py:make) · no parameters\n" in model_text("net.py:make", read_model(nn.ReLU()), [])
 
 
 def test_numbers_are_those_of_the_model(tmp_path: Path) -> None:

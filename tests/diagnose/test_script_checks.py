@@ -211,6 +211,16 @@ for x in loader:
 """
 """The same four times, or each of four tasks."""
 ACCUMULATING = source("for i, x in enumerate(loader):\n    loss.backward()\n    if i % 4 == 3:\n        opt.step()\n")
+GUARDED = """
+seen = 0
+for i, x in enumerate(loader):
+    loss.backward()
+    seen += 1
+    done = (i + 1) % 4 == 0
+    if {}:
+        opt.step()
+"""
+IN_THE_RATE = source(f"opt = torch.optim.SGD(model.parameters(), 0.1 / 4)\n{GUARDED.format('done')}")
 DIVIDING = source("for i, x in enumerate(loader):\n    (loss / 4).backward()\n    if i % 4 == 3:\n        opt.step()\n")
 FOUR = (BackwardSeen(line=LINE, calls=200, per_step=4.0, reduction="mean"),)
 POLICY = source("for x in episodes:\n    loss = -(log_prob(x) * rewards).mean()\n    loss.backward()\n    opt.step()\n")
@@ -221,6 +231,7 @@ EARLY = source(
 NEVER_TEXT = "s = torch.optim.lr_scheduler.StepLR(opt, 2)\nfor x in loader:\n    opt.step()\nprint(s.get_last_lr())\n"
 NEVER = source(NEVER_TEXT)
 FUNCTIONAL = {"other": 0.05, "forward": 0.0, "backward": 0.04}
+WITH_EVALUATION = {"forward": 0.01, "backward": 0.04, "evaluation": 0.05}
 TARGETS = replace(EVALUATION, calls=50, longest_run=1)
 IDLE = IdleSchedulerSeen(kind="StepLR", steps=40)
 KEEPING = source("kept = []\nfor x in loader:\n    loss.backward()\n    opt.step()\n    kept.append(out)\n")
@@ -390,10 +401,15 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(backwards=FOUR), source=ACCUMULATING),
             facts(behaviour=behaviour(backwards=FOUR), source=source(REPEATING.format("_", ""))),
+            facts(behaviour=behaviour(backwards=FOUR), source=source(GUARDED.format("done"))),
+            facts(behaviour=behaviour(backwards=FOUR), source=source(GUARDED.format("seen == 4"))),
         ],
         [
             facts(behaviour=behaviour(backwards=FOUR), source=source(REPEATING.format("task", "[task]"))),
             facts(behaviour=behaviour(backwards=FOUR), source=DIVIDING),
+            facts(behaviour=behaviour(backwards=FOUR), source=source(GUARDED.format("torch.isfinite(norm)"))),
+            facts(behaviour=behaviour(backwards=FOUR), source=source(GUARDED.format("norm < 9"))),
+            facts(behaviour=behaviour(backwards=FOUR), source=IN_THE_RATE),
             facts(behaviour=behaviour(backwards=(replace(FOUR[0], scaled=True),)), source=ACCUMULATING),
             facts(behaviour=behaviour(backwards=(replace(FOUR[0], reduction="sum"),)), source=ACCUMULATING),
             facts(behaviour=behaviour(backwards=(*FOUR, replace(FOUR[0], line=EVALUATION_LINE))), source=ACCUMULATING),
@@ -433,6 +449,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(weights_move=False)),
             facts(behaviour=behaviour(losses=(0.7,) * 20)),
             facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9))),
+            facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9), stops_where_converged=True)),
             facts(behaviour=behaviour(losses=RISING)),
             facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, EVALUATION))),
             facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, replace(TARGETS, weights=False)))),
@@ -450,6 +467,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, replace(TARGETS, grad=True, unused=50)))),
             facts(behaviour=behaviour(losses=())),
             facts(behaviour=behaviour(losses=(0.0,) * 20)),
+            facts(behaviour=behaviour(losses=(0.7,) * 20, weights_move=False, stops_where_converged=True)),
             facts(behaviour=behaviour(losses=RISING), source=POLICY),
         ],
     ),
@@ -580,6 +598,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 64, seconds=0.4),))),
             facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 8, seconds=1.0),))),
+            facts(profile=profile(timed_steps=3, parts={"other": 0.05}), behaviour=None),
             facts(
                 behaviour=behaviour(times=(time_of("script", 0.2),)),
                 profile=profile(operators=(operator(seconds=0.019, line="train.py:12"),)),
@@ -804,7 +823,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(profile=None, behaviour=None, observed=observed(breakdown_seconds={"evaluation": 0.05})),
             facts(observed=observed(breakdown_seconds={"evaluation": 0.15, "data": 0.0})),
         ],
-        [facts(observed=observed(breakdown_seconds={"evaluation": 0.05, "data": 0.0}))],
+        [
+            facts(observed=observed(breakdown_seconds={"evaluation": 0.05, "data": 0.0})),
+            facts(profile=None, behaviour=None, observed=observed(breakdown_seconds=WITH_EVALUATION)),  # in each step
+        ],
     ),
     "zero-grad-fills": (
         [facts(behaviour=behaviour(zero_grad_fills=True, zero_grad_seconds=0.01, zero_grad_line=LINE))],
@@ -918,3 +940,11 @@ def test_the_start_of_workers_is_told_as_a_part_of_a_step() -> None:
     assert finding.name == "worker-restart"
     assert finding.cost_share == pytest.approx(0.2)
     assert finding.cost_seconds == pytest.approx(0.2 * STEP)
+
+
+def test_calls_that_alternate_with_updates_may_be_of_a_policy_that_acts() -> None:
+    evaluation = replace(EVALUATION, training=True, longest_run=4)
+    for calls, confidence in ((40, "certain"), (190, "likely")):
+        forwards = (TRAINING, replace(evaluation, calls=calls))
+        found = {one.name: one for one in check_facts(facts(behaviour=behaviour(forwards=forwards)))}
+        assert found["evaluation-in-train-mode"].confidence == confidence

@@ -1,12 +1,16 @@
-"""How a process leaves its ranks."""
+"""How a process finds its ranks, and leaves them."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 from torch import distributed
 
+import flatout
+from flatout import environment
+from flatout.errors import UsageError
 from flatout.machine import ranks
 from flatout.torch_private.ranks import gloo_works
 from tests.processes import Python
@@ -63,3 +67,36 @@ def test_a_thread_that_never_ends_its_work_is_left(monkeypatch: pytest.MonkeyPat
 
 def test_no_thread_of_gloo_works_here() -> None:
     assert not gloo_works()
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process without the variables of launchers; what warns once has not done so."""
+    monkeypatch.setattr(ranks, "_warned", [])
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_one_of_several_needs_its_number(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("WORLD_SIZE", "1")
+    assert environment.launched() is None
+    no_launcher.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="WORLD_SIZE set, but not RANK and MASTER_ADDR and MASTER_PORT; a launcher"):
+        flatout.ranks()
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_tasks_that_do_not_know_of_one_another_are_warned_once(no_launcher: pytest.MonkeyPatch, name: str) -> None:
+    no_launcher.setenv(name, "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flatout.ranks()
+        no_launcher.setenv("SLURM_NTASKS", "4")  # of a batch script, which runs once
+        flatout.ranks()
+    no_launcher.setenv(name, "4")
+    with pytest.warns(UserWarning, match=f"{name} is 4, and RANK is not set: each of these processes is alone"):
+        assert flatout.ranks().count == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flatout.ranks()

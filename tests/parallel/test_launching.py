@@ -325,6 +325,37 @@ def test_a_signal_reaches_all_ranks_and_is_waited_for(tmp_path: Path, number: si
     assert err == f"[flatout] {number.name}: waiting for the ranks to end; once more: kill them\n"
 
 
+def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(job: Job, tmp_path: Path) -> None:
+    """Whoever sends it, such as a scheduler, sends no second one."""
+    script = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{os.path.dirname(__file__)}/up{rank}", "w").close()
+    if rank == 0:
+        while not os.path.exists(f"{os.path.dirname(__file__)}/up1"):
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1000)
+    """
+    status, events = job(script, nproc_per_node=2, grace_seconds=0.3)
+    assert status == 128 + signal.SIGTERM
+    assert told(events) == ["SIGTERM: waiting for the ranks to end; once more: kill them", "killing the ranks"]
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_after_ctrl_c_are_ended(job: Job) -> None:
+    root, path = str(Path(__file__).parents[2]), [entry for entry in sys.path if "site-packages" in entry]
+    script = BEATS.format(root=root, path=path) + (
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "if rank == 0: os.kill(os.getppid(), signal.SIGINT)\n"
+        "if rank == 0: heartbeat().write(3, inside=True)\nwait()"
+    )
+    status, events = job(script, nproc_per_node=2, hang_seconds=2.0, grace_seconds=5)
+    assert status == 128 + signal.SIGINT
+    assert told(events)[0] == "SIGINT: waiting for the ranks to end; once more: kill them"
+    assert isinstance(events[1], RanksHang)
+    assert len(events) == 2
+
+
 def test_a_second_signal_kills(tmp_path: Path) -> None:
     job = Started(tmp_path, "stubborn")
     job.process.send_signal(signal.SIGINT)

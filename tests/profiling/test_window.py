@@ -41,6 +41,16 @@ def test_times_alone() -> None:
     assert found.notes == ()
 
 
+@pytest.mark.parametrize(("step", "inside", "on_top"), [(8e-3, 0.0, 2e-3), (10e-3, 2e-3, None)])
+def test_parts_add_up_to_the_step_whether_evaluation_is_in_it_or_on_top(
+    step: float, inside: float, on_top: float | None
+) -> None:
+    found = windows(timed_seconds=[step] * 5, spans={**SPANS, "evaluation": 2e-3}, obstacle=OTHERS_PROFILER).profile()
+    assert found.parts is not None
+    assert found.parts.total == pytest.approx(found.step_seconds)
+    assert (found.parts.evaluation, found.evaluation_seconds) == (inside, on_top)
+
+
 def test_a_profile_alone() -> None:
     found = windows(recording=RECORDING, profiled_seconds=[5e-3, 20e-3], compiled=True).profile()
     assert (found.step_seconds, found.reasons["step_seconds"]) == (None, NO_TIME)

@@ -147,3 +147,65 @@ def test_names_in_a_document_stay_on_their_line_and_drive_nothing() -> None:
     assert "\x1b" not in text
     assert "\n::" not in text
     assert found.scripts == ("a[2J::stop-commands::x", "train.py")
+
+
+def test_whatever_a_document_says_stays_on_its_line_and_is_no_workflow_command() -> None:
+    hostile = "::error::\x1b[31mx\n::stop-commands::x"
+    first, second = run_document(0.01), run_document(0.01, seed=1, machine=with_torch(hostile))
+    second["measurement"] |= {"name": hostile, "warnings": [hostile]}
+    for sides in (([first], [second]), ([first, run_document(0.01, seed=2)], [second, run_document(0.01, seed=3)])):
+        for side in (sides, sides[::-1]):
+            text = comparison_text(compare_sides(*side))
+            assert "\x1b" not in text
+            assert all(line.isprintable() and not line.strip().startswith("::") for line in text.split("\n"))
+
+
+def with_torch(version: object) -> dict[str, Any]:
+    return {**MACHINE, "versions": {**MACHINE["versions"], "torch": version}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": None},
+        {"name": [None]},
+        {"samples_seconds": "0.1"},
+        {"samples_seconds": ["0.1"]},
+        {"samples_seconds": [-0.1] * 9},
+        {"contended": "no"},
+        {"warnings": [3]},
+        {"warnings": None},
+    ],
+)
+def test_a_malformed_measurement_is_refused(changed: dict[str, object]) -> None:
+    doc = run_document(0.01)
+    doc["measurement"] |= changed
+    with pytest.raises(UsageError):
+        compare_documents(doc, run_document(0.01, seed=1))
+
+
+@pytest.mark.parametrize("measured", ["x", 3, [1]])
+def test_what_is_no_measurement_at_all_is_refused(measured: object) -> None:
+    with pytest.raises(UsageError, match="malformed"):
+        compare_documents({**run_document(0.01), "measurement": measured}, run_document(0.01, seed=1))
+
+
+def test_a_measurement_of_a_later_version_may_say_more() -> None:
+    doc = run_document(0.01)
+    doc["measurement"] |= {"new": 1}
+    assert compare_documents(doc, run_document(0.01, seed=1)).comparison.verdict == "not significant"
+
+
+@pytest.mark.parametrize("machine", [{**MACHINE, "versions": "x"}, *map(with_torch, (3, [], None, {"a": 1}))])
+def test_a_version_that_is_no_text_is_unknown(machine: dict[str, Any]) -> None:
+    found = compare_documents(run_document(0.01), run_document(0.01, seed=1, machine=machine))
+    assert not any("torch" in caveat for caveat in found.caveats)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"cpu": "z"}, {"cpu": {}}, {"memory_total_bytes": "much"}, {"devices": 3}, {"devices": [3]}]
+)
+def test_other_machines_differ_by_their_fingerprints_where_nothing_else_can_be_read(changed: dict[str, Any]) -> None:
+    other = {**MACHINE, "fingerprint": "other\x1b", **changed}
+    with pytest.raises(MachinesDiffer, match=r"fingerprints .* and other;"):
+        compare_documents(run_document(0.01), run_document(0.01, seed=1, machine=other))

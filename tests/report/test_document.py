@@ -66,7 +66,9 @@ def test_a_nan_is_the_writers_defect() -> None:
         (b"[1]", "not a document of Flatout's"),
         (b'{"a": 1}', "not a document of Flatout's"),
         (b'{"flatout": {"schema": "1"}}', "not a document of Flatout's"),
+        (b"[" * 200_000, "nested too deeply"),
         (b'{"flatout": {"schema": 99, "version": "9.9"}}', "written by Flatout 9.9, schema 99"),
+        (b'{"flatout": {"schema": 99, "version": "\\u001b[2J"}}', r"written by Flatout \\x1b\[2J, schema 99"),
         (b'{"flatout": {"schema": 1, "document": "check"}}', "is a 'check' document; a 'run' is needed"),
     ],
 )

@@ -291,6 +291,26 @@ def test_lbfgs() -> None:
     assert names(watched(lambda number: optimizer.step(closure), model)) == []  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.parametrize(("rate", "seen"), [(0.5, []), (0.0, ["loss-not-falling"])])
+def test_lbfgs_that_moves_nothing(rate: float, seen: list[str]) -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=rate, max_iter=20, tolerance_grad=1e-2)
+    x, y = data(), torch.randn(16, 1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(20):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    found = watched(lambda number: optimizer.step(closure), model)  # type: ignore[arg-type, return-value]
+    assert found.weights_move is False
+    assert found.stops_where_converged is bool(rate)
+    assert names(found) == seen
+
+
 def test_a_scheduler_after_a_step_with_a_closure() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

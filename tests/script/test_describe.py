@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
-from flatout.script.describe import observe
+from flatout.script.describe import breakdown, observe
 from flatout.script.runner import Runner
+from flatout.script.spans import StepRow, evaluation_in_step
 
 
 @pytest.fixture
@@ -73,3 +75,32 @@ def test_a_run_asks_no_data_set_for_its_length(runner: Runner) -> None:
     data.asked = 0
     observe(runner.watch, threads_at_start=None, rows=(), lengths=False)
     assert (data.asked, len(kept)) == (0, 3)
+
+
+def row(forward: float, backward: float, evaluation: float = 0.0) -> StepRow:
+    parts = {"forward": forward, "backward": backward, "evaluation": evaluation, "other": 0.001}
+    return StepRow(seconds=sum(parts.values()), parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inside"),
+    [
+        ([row(0.01, 0.02)] * 4, True),  # there is none
+        ([row(0.01, 0.02, 0.05)] * 4, True),
+        ([row(0.01, 0.02, 0.05), row(0.02, 0.02, 0.03), row(0.01, 0.01)], True),
+        ([row(0.01, 0.02), row(0.02, 0.02), row(0.01, 0.01, 0.5), row(0.01, 0.03)], False),
+        ([row(0.01, 0.02, 0.3), *[row(0.01, 0.02)] * 5, row(0.02, 0.02, 0.01)], False),
+    ],
+)
+def test_the_parts_add_up_to_the_median_step_with_evaluation_where_it_has_some(
+    rows: list[StepRow], inside: bool
+) -> None:
+    step = statistics.median(one.seconds for one in rows)
+    parts = breakdown(rows)
+    on_top = 0.0 if inside else parts["evaluation"]
+    assert sum(parts.values()) - on_top == pytest.approx(step)
+    assert evaluation_in_step(parts, step) is inside
+
+
+def test_what_is_not_known_yet_to_be_called_in_every_step_is_no_evaluation() -> None:
+    assert breakdown([row(0.01, 0.02, 0.3), *[row(0.31, 0.02)] * 5])["evaluation"] == 0.0

@@ -261,3 +261,17 @@ def test_an_exit_in_a_handler_has_its_cause_unless_it_is_suppressed(how: str, kn
     """)
     done = subprocess.run([sys.executable, "-c", program, str(script)], capture_output=True, text=True, check=True)
     assert done.stdout == known
+
+
+def test_the_folder_of_a_script_stays_when_it_changes_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text("import os\nos.chdir('/')\n")
+    program = textwrap.dedent("""
+        from flatout.script.entry import Target, execute
+        target = Target(path="sub/train.py")
+        execute(target)
+        print(target.folder)
+    """)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str((tmp_path / "sub").resolve())

@@ -175,7 +175,11 @@ def test_whose_scheduler_it_is(text: str, found: str | None) -> None:
 @pytest.mark.parametrize(
     ("line", "divided"),
     [("loss = loss / 4", True), ("loss /= 4", True), ("(criterion(a) / 4).backward()", False), ("x = y / 4", False),
-     ("p.grad /= 4", True), ("loss.div(4).backward()", True)],
+     ("p.grad /= 4", True), ("loss.div(4).backward()", True),
+     ("l.backward(gradient=torch.tensor(1.0 / accum))", True), ("l.backward(weight)", True),
+     ("l.backward()", False), ("l.backward(None)", False), ("l.backward(torch.ones_like(l))", False),
+     ("o = SGD(p, 0.1 / n) if i % n else None", True), ("o = SGD(p, lr=0.1 / n * 2) if i % n else None", True),
+     ("lr = base / n if i % m else 0", False), ("o = SGD(p, lr=0.1 / n)", False)],
 )  # fmt: skip
 def test_divisions_of_losses(line: str, divided: bool) -> None:
     assert bool(of(line).loss_divided) is divided

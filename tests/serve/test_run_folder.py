@@ -135,7 +135,7 @@ def test_a_clock_that_was_set_back_removes_no_run_that_goes_on(tmp_path: Path) -
         ("{", "is not a JSON document"),
         ('{"flatout": {"document": "run", "schema": 1}}', "a 'run-state' is needed here"),
         ('{"flatout": {"document": "run-state", "schema": 1}, "pid": "x"}', "is not the state of a run: RunState.pid"),
-        ('{"flatout": {"document": "run-state", "schema": 99}}', "upgrade flatout"),
+        ('{"flatout": {"document": "run-state", "schema": 99}}', "update Flatout"),
     ],
 )
 def test_what_is_no_state_is_refused(tmp_path: Path, text: str, why: str) -> None:

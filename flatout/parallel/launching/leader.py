@@ -7,6 +7,7 @@ gather -> start on all -> (all ended | a rank failed | ranks hang | a machine is
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -289,7 +290,7 @@ class Leader:
             machine.send(Dump())
         stands: dict[int, Stands] = {}
         answers, deadline = 0, time.monotonic() + DUMP_SECONDS
-        while answers <= len(self._others) and time.monotonic() < deadline and self._signal is None:
+        while answers <= len(self._others) and time.monotonic() < deadline and not self._kill_wanted:
             for _, message in self._turn(TICK_SECONDS):
                 if isinstance(message, Dumped):
                     answers += 1
@@ -325,15 +326,27 @@ class Leader:
         return again is not None
 
     def _interrupted(self, watched: Attempt) -> Verdict:
-        """A signal: pass it on, so that each rank can save, and wait for them; a second one kills."""
+        """A signal: pass it on, so that each rank can save, and wait for them; a second one kills.
+
+        Whoever presses Ctrl-C sees whether they end, and may do so again. A scheduler sends SIGTERM once.
+        """
         assert self._signal is not None
         for machine in self._all:
             machine.send(Forward(signal=self._signal))
-        deadline: float | None = None
+        deadline = None if self._signal == signal.SIGINT else time.monotonic() + self._request.grace_seconds
         ended = watched.ended_count
         while len(watched.gone | {one.slot for one in self._others if one.lost is not None}) <= len(self._others):
-            if self._kill_wanted or (deadline is not None and time.monotonic() > deadline):
+            late = deadline is not None and time.monotonic() > deadline
+            if self._kill_wanted or late:
+                if not self._kill_wanted:
+                    self._tell(Killing())
                 self._end_all(at_once=True)
+                break
+            if watched.hangs(self._request.hang_seconds):
+                event = self._hung(watched).event
+                assert event is not None
+                self._tell(event)
+                self._end_all(at_once=self._kill_wanted)
                 break
             for number, message in self._turn(TICK_SECONDS):
                 watched.note(number, message)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flatout.errors import UsageError
-from flatout.parallel.replicate import packets
+from flatout.parallel.averaging import packets
 from flatout.parallel.tensor.parts import Across
 from flatout.parallel.whole_tensors import ELSEWHERE
 from flatout.parameters import parameters_of

@@ -18,10 +18,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from flatout.data.nested import map_tensors, tensors_in
 from flatout.errors import PlanError, UsageError
+from flatout.parallel.averaging import same_on_all_ranks
 from flatout.parallel.pipeline.balance import split_evenly
 from flatout.parallel.pipeline.chain import Chain
 from flatout.parallel.pipeline.ownership import Ownership, OwnState, sent
-from flatout.parallel.replicate import same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across
 from flatout.parallel.tensor.random import OwnStream, same_random_states

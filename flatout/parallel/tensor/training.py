@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from flatout.data.nested import map_leaves
 from flatout.errors import UsageError
-from flatout.parallel.replicate import same_on_all_ranks
+from flatout.parallel.averaging import same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across, Cut, cut_of
 from flatout.parallel.tensor.random import same_random_states

@@ -12,6 +12,7 @@ from flatout.report.html.reading import Part
 from flatout.report.html.verdicts import PART_NAMES, Sources, proof_line
 from flatout.report.step_text import percent
 from flatout.report.tune_text import floor_text
+from flatout.script.spans import evaluation_in_step
 from flatout.statistics import iqr, median, quantile
 from flatout.units import format_seconds
 
@@ -88,7 +89,8 @@ def _parts(sources: Sources) -> list[Block]:
     if found is None:
         return []
     parts, seconds, of_what = found
-    evaluation = parts.pop("evaluation", 0.0)
+    inside = seconds is not None and evaluation_in_step(parts, seconds)
+    evaluation = 0.0 if inside else parts.pop("evaluation", 0.0)
     shown = [(name, parts[name]) for name in PART_NAMES if parts.get(name, 0.0) > 0]
     total = sum(size for _, size in shown)
     if not total:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from flatout.levers.grad_attribute import get_grad, set_grad
-from flatout.parallel.replicate import packets
+from flatout.parallel.averaging import packets
 from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:

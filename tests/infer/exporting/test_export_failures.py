@@ -134,7 +134,7 @@ def test_a_missing_extra_or_compiler_names_the_remedy(tmp_path: Path, monkeypatc
     assert "install g++" in aoti.failure.remedy
     assert onnx.failure is not None
     assert onnx.failure.what == "onnx is not installed"
-    assert onnx.failure.remedy == "pip install onnx onnxscript onnxruntime"
+    assert onnx.failure.remedy == "pip install onnx"
     assert pt2.failure is None
 
 
