@@ -33,9 +33,11 @@ from flatout.data.workers import Key, Pacing, Workers, start_method
 from flatout.errors import UsageError, describe_error
 from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
 from flatout.machine.detect import usable_cores
+from flatout.machine.ranks import joined_ranks
 from flatout.machine.ranks import ranks as ranks_of_run
 from flatout.plan import Plan
 from flatout.plan_choices import SAME_BATCH
+from flatout.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -108,8 +110,10 @@ class Batches:
         """(seed, epoch), a position, and the checksum of the indices before it."""
         self._workers: tuple[int, Workers] | None = None
         self._pacing = self._first_pacing()
-        self._warned = False
-        """Of generators of the data set's own."""
+        self._warned = self._warned_of_left_out = False
+        """Of generators of the data set's own; of samples that are in no step."""
+        self.trains = True
+        """Are its batches steps? Not while `whole_epoch` evaluates them."""
         self._check_enough(self.samples, "the data set has")
 
     def __len__(self) -> int:
@@ -213,6 +217,8 @@ class Batches:
             self._check_enough(len(order), f"in epoch {self.epoch} the sampler drew")
         while True:
             todo = list(self._spans())
+            if self.trains:
+                self._look_at_left_out()
             made = self._made([(seed, self._share(order, span)) for span in todo])
             ends = iter(todo)
             pin = self._out.plan.pin_memory is not False and not self._workers
@@ -240,6 +246,30 @@ class Batches:
                 f"{what} {samples} samples, and a batch at least {self._out.least_samples}",
                 limit="an epoch would have no batch",
                 remedy="use a smaller batch_size, or drop_last=False",
+            )
+
+    def _look_at_left_out(self) -> None:
+        """Of samples at the end of an epoch that are fewer than the ranks, warn once; refuse them where all ranks take
+        such a batch, and the pipeline would refuse it after the rest of the epoch."""
+        out = self._out
+        ranks = joined_ranks() if out.plan.parallel == "pipeline" else out.ranks
+        if ranks == 1 or out.drop_last or isinstance(self._order, BatchOrder | BucketOrder):
+            return
+        rest = self._samples_now() % out.batch_size
+        if not 0 < rest < ranks:
+            return
+        if out.plan.parallel == "pipeline":
+            raise UsageError(
+                f"the last batch of an epoch has {rest} samples, and there are {ranks} ranks",
+                limit="parallel = 'pipeline' has a part of the batch on each stage",
+                remedy="pass drop_last=True, or another batch_size",
+            )
+        if out.rank == 0 and not self._warned_of_left_out:
+            self._warned_of_left_out = True
+            warnings.warn(
+                f"an epoch leaves out {counted(rest, 'sample')} of {self._samples_now()}: the last batch would have "
+                f"fewer than there are ranks ({ranks})",
+                stacklevel=3,
             )
 
     def _warn_of_own_generators(self) -> None:
@@ -491,10 +521,14 @@ def whole_epoch(data: object) -> Iterator[None]:
     place = data.epoch, data.position
     last = data.last if isinstance(data, Stream) else None
     data.position = 0
+    if isinstance(data, Batches):
+        data.trains = False
     try:
         yield
     finally:
         data.epoch, data.position = place
+        if isinstance(data, Batches):
+            data.trains = True
         if isinstance(data, Stream):
             data.last = last
 

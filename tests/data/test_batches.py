@@ -62,6 +62,7 @@ def seen(source: Any, epochs: int = 1) -> list[list[int]]:
     return [batch.tolist() for _ in range(epochs) for batch in source]
 
 
+@pytest.mark.filterwarnings("ignore:an epoch leaves out:UserWarning")
 @settings(max_examples=40, deadline=None)
 @given(
     length=st.integers(4, 60),
