@@ -6,9 +6,9 @@ from collections import Counter
 
 from flatout.diagnose.check import Seen, check, slowest_lines, where
 from flatout.diagnose.facts import Facts
+from flatout.profiling.profile import evaluation_in_step
 from flatout.script.behaviour_seen import LineTime
 from flatout.script.source_facts import Kind
-from flatout.script.spans import evaluation_in_step
 from flatout.units import format_seconds
 
 EVALUATION_SHARE_LIMIT, OTHER_SHARE_LIMIT = 0.3, 0.3

@@ -9,6 +9,7 @@ A figure that is unknown is None, and the field beside it (`..._reason`, or `rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Literal, TypeVar
@@ -23,6 +24,7 @@ OperatorClass = Literal[
     "pointwise", "optimizer", "copy", "communication", "other",
 ]  # fmt: skip
 T = TypeVar("T")
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,11 @@ class StepParts:
 
     def to_json(self) -> dict[str, float]:
         return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+def evaluation_in_step(parts: Mapping[str, float], step_seconds: float) -> bool:
+    """Is evaluation one of the parts that add up to the step, or does it come on top of them? Seconds by kind."""
+    return math.isclose(sum(parts.values()), step_seconds, rel_tol=_ROUNDING)
 
 
 @dataclass(frozen=True, kw_only=True)

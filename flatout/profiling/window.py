@@ -28,10 +28,9 @@ from flatout.profiling.attribution import (
 from flatout.profiling.collectives import communication
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu
-from flatout.profiling.profile import Communication, OperatorRow, Profile, StepParts
+from flatout.profiling.profile import Communication, OperatorRow, Profile, StepParts, evaluation_in_step
 from flatout.profiling.recorded_events import DISTURBED, Links, Recording, links_of, recorded
 from flatout.replaced import replaced
-from flatout.script.spans import evaluation_in_step
 from flatout.torch_private.attributes import PROFILER_STARTS
 from flatout.torch_private.dispatch import profiler_is_on
 from flatout.tracebacks import within

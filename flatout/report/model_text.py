@@ -29,7 +29,7 @@ def model_document(name: str, model: ModelFacts, findings: Sequence[Finding]) ->
 def model_text(name: str, model: ModelFacts, findings: Sequence[Finding]) -> str:
     """What `flatout check net.py:make` prints."""
     frozen = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
-    counted = f"{model.parameters:,} parameters, {frozen} of them trainable" if model.parameters else "no parameters"
+    counted = f"{model.parameters:,} parameters" + (f", {frozen} of them trainable" if model.parameters else "")
     dtypes = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in model.bytes_by_dtype.items()) or "none"
     buffers = "unknown, because a lazy layer's have no shape yet"
     if model.buffer_bytes is not None:

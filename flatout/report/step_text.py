@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flatout.levers.observed import Observed
 from flatout.machine.ceilings import Ceilings
-from flatout.script.spans import evaluation_in_step
+from flatout.profiling.profile import evaluation_in_step
 from flatout.units import format_rate, format_seconds
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "communication", "sync", "evaluation", "other")

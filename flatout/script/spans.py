@@ -7,9 +7,8 @@ They are read when the window is closed, so that no step waits for them.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,12 +18,6 @@ from flatout.tracebacks import leave_no_frame
 Reading = float | Mark | None
 """Of the host's clock, or a mark of the device; None: none could be made."""
 KINDS = ("data", "transfer", "forward", "backward", "optimizer", "communication", "sync", "evaluation", "other")
-ROUNDING = 1e-6
-
-
-def evaluation_in_step(parts: Mapping[str, float], step_seconds: float) -> bool:
-    """Is evaluation one of the parts that add up to the step, or does it come on top of them? Seconds by kind."""
-    return math.isclose(sum(parts.values()), step_seconds, rel_tol=ROUNDING)
 
 
 @dataclass

@@ -256,7 +256,7 @@ def test_a_layer_that_is_called_twice_in_a_row_is_named_twice_and_counts_once() 
 
 
 def test_of_no_parameters_nothing_is_trainable() -> None:
-    assert "ReLU (net.py:make) · no parameters\n" in model_text("net.py:make", read_model(nn.ReLU()), [])
+    assert "ReLU (net.py:make) · 0 parameters\n" in model_text("net.py:make", read_model(nn.ReLU()), [])
 
 
 def test_numbers_are_those_of_the_model(tmp_path: Path) -> None:

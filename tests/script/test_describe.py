@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
+from flatout.profiling.profile import evaluation_in_step
 from flatout.script.describe import breakdown, observe
 from flatout.script.runner import Runner
-from flatout.script.spans import StepRow, evaluation_in_step
+from flatout.script.spans import StepRow
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from markupsafe import Markup
 
+from flatout.profiling.profile import evaluation_in_step
 from flatout.report.html import charts
 from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Figure, Head, Section, Table, Text
 from flatout.report.html.reading import Part
 from flatout.report.html.verdicts import PART_NAMES, Sources, proof_line
 from flatout.report.step_text import percent
 from flatout.report.tune_text import floor_text
-from flatout.script.spans import evaluation_in_step
 from flatout.statistics import iqr, median, quantile
 from flatout.units import format_seconds
 
