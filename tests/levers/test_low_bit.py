@@ -174,7 +174,7 @@ def test_without_torchao_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) ->
     optimizer = torch.optim.Adam(net.parameters())
     assert low_bit_obstacle(optimizer) is None
     monkeypatch.setattr(low_bit.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"torchao is not installed; .*pip install 'flatout\[low-bit\]'"):
+    with pytest.raises(UsageError, match=r"torchao is not installed; .*pip install torchao"):
         TrainStep(net, optimizer, LOSS, PLAN)
 
 
