@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from flatout.checkpoint.differences import Differences
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
-    from flatout.data.batches import Batches, Stream, batches
+    from flatout.data.batches import Batches, batches
     from flatout.data.nested import to_device
+    from flatout.data.stream import Stream
     from flatout.diagnose.finding import Finding
     from flatout.errors import FlatoutError, UsageError
     from flatout.infer.choosing.tune_inference import tune_inference
@@ -152,7 +153,7 @@ _HOMES = {
     "Proof": "flatout.tuning.results",
     "Ranks": "flatout.machine.ranks",
     "RunResult": "flatout.application.run",
-    "Stream": "flatout.data.batches",
+    "Stream": "flatout.data.stream",
     "TensorBoardLog": "flatout.train.loggers",
     "TokenGenerator": "flatout.infer.generation.token_generator",
     "TrainStep": "flatout.train.step",

@@ -13,25 +13,22 @@ that resumes with another batch size continues with the next sample.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, TypeGuard
 
 from flatout import environment
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number
 from flatout.data.buckets import BucketOrder, Lengths, as_tokens, lengths_of
-from flatout.data.checksums import checksum
 from flatout.data.given_orders import REPEATABLE, BatchOrder, EpochOrder, length_of, samplers_in
+from flatout.data.handing_out import HandingOut, PlaceState, other_kind
 from flatout.data.order import epoch_order, epoch_seed, share_of_rank, spans
 from flatout.data.prefetch import on_device
 from flatout.data.sources import Arrays, Collate, Samples, Source, Whole, source_of
+from flatout.data.stream import Stream
 from flatout.data.workers import Key, Pacing, Workers, start_method
 from flatout.errors import UsageError, describe_error
-from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
 from flatout.machine.detect import usable_cores
 from flatout.machine.ranks import joined_ranks
 from flatout.machine.ranks import ranks as ranks_of_run
@@ -45,20 +42,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-class PlaceState(TypedDict):
-    """Where a run is in its data."""
-
-    epoch: int
-    position: int
-
-
-class StreamState(PlaceState):
-    """The same with what is needed to find the place again."""
-
-    seed: NotRequired[int]
-    checksum: NotRequired[int]
-
-
 class BatchesState(PlaceState):
     """The same with what the order depends on, and within an epoch a checksum of the order so far."""
 
@@ -68,30 +51,13 @@ class BatchesState(PlaceState):
     order: NotRequired[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _HandingOut:
-    """How a source hands out batches: their size, the plan, the device, and this rank's part of each."""
-
-    batch_size: int
-    plan: Plan
-    drop_last: bool
-    device: torch.device
-    rank: int
-    ranks: int
-
-    @property
-    def least_samples(self) -> int:
-        """The least samples of a last batch; with fewer it is dropped."""
-        return self.batch_size if self.drop_last else self.ranks
-
-
 class Batches:
     """What `batches` returns. Iterating gives the rest of the current epoch; then the next epoch begins."""
 
     def __init__(
         self,
         source: Source,
-        handing_out: _HandingOut,
+        handing_out: HandingOut,
         *,
         shuffle: bool,
         seed: int,
@@ -352,161 +318,8 @@ class Batches:
         yield from self._made_here(keys[made:])
 
 
-def other_kind(counted: str, here: str) -> UsageError:
-    """For a position that was saved of data of another kind."""
-    remedy = "resume with the data of that run"
-    return UsageError(f"the saved position counts {counted}", limit=f"here the data is {here}", remedy=remedy)
-
-
 def _described(rule: dict[str, int | None] | None) -> str:
     return "batches in plain order" if rule is None else ", ".join(f"{name} {value}" for name, value in rule.items())
-
-
-class Stream:
-    """Batches of a data set that can only be read from its beginning. Resumes by reading up to the position.
-
-    What the stream and the collate function draw from the global random generators depends on seed, epoch and position
-    alone, so that a resumed run draws the same numbers; those of the training are left alone.
-    """
-
-    def __init__(self, data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate, *, seed: int) -> None:
-        self.seed = seed
-        self.epoch, self.position = 0, 0
-        self.batch_size = handing_out.batch_size
-        self.once = iter(data) is data
-        """Is it an iterator, which can be read once?"""
-        self._data, self._out, self._collate = data, handing_out, collate_fn
-        self._reading: _Reading | None = None
-        """Of an iterator: what was read of it in this process."""
-        self.last: tuple[int, int, int] | None = None
-        """(epoch, position, checksum of the sample before it)."""
-
-    def state_dict(self) -> StreamState:
-        """Where the next batch begins."""
-        state: StreamState = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
-        if self.last is not None and self.last[:2] == (self.epoch, self.position):
-            state["checksum"] = self.last[2]
-        return state
-
-    def load_state_dict(self, state: StreamState) -> None:
-        """Resume where `state` was taken. The stream has to yield the same samples again."""
-        if "samples" in state or "batches" in state:
-            raise other_kind("samples of a data set" if "samples" in state else "batches", "a stream of samples")
-        if self._reading is not None:
-            self._reading.ahead.clear()
-        self.epoch, self.position, self.seed = state["epoch"], state["position"], state.get("seed", self.seed)
-        saved = state.get("checksum")
-        self.last = None if saved is None else (self.epoch, self.position, saved)
-
-    def __iter__(self) -> Iterator[Any]:  # as for Batches
-        set_epoch = getattr(self._data, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self.epoch)
-        reading = self._reading or _Reading(self._data, epoch_seed(self.seed, self.epoch))
-        if self.once:
-            self._reading = reading
-        self._skip_to_position(reading)
-        made = self._made(reading)
-        for batch in on_device(made, self._out.device, pin=self._out.plan.pin_memory is not False):
-            one = reading.ahead.popleft()
-            self.position += one.samples
-            self.last = self.epoch, self.position, one.checksum
-            yield batch
-        if self.position == 0:
-            raise no_batch("stream", self.epoch, once=self.once)
-        self.epoch, self.position, self._reading = self.epoch + 1, 0, None
-
-    def _skip_to_position(self, reading: _Reading) -> None:
-        read = reading.read - sum(one.samples for one in reading.ahead)
-        if read > self.position:
-            raise UsageError(
-                f"{read} samples of the iterator were read already",
-                limit=f"the saved position is after sample {self.position}, and an iterator cannot go back",
-                remedy="pass an object whose __iter__ starts over each time",
-            )
-        if read == self.position:
-            return
-        last = reading.skip(self.position - read)
-        if reading.read < self.position:
-            raise UsageError(
-                f"the stream ended after {reading.read} samples",
-                limit=f"the saved position is after sample {self.position}",
-                remedy="resume with the data of that run",
-            )
-        saved = self.last
-        if saved is not None and saved[:2] == (self.epoch, self.position) and saved[2] != checksum(last):
-            warnings.warn(
-                f"the stream yielded another sample {self.position} than before; the run continues, but not bit for "
-                "bit as it would have",
-                stacklevel=3,
-            )
-
-    def _made(self, reading: _Reading) -> Iterator[object]:
-        """The batches that were made and not handed out, as a loop over them was left, and those that follow."""
-        yield from [one.batch for one in reading.ahead]
-        out = self._out
-        while group := reading.take(out.batch_size):
-            if len(group) < out.least_samples:
-                return
-            begin = reading.read - len(group)
-            start, stop = share_of_rank(0, len(group), out.rank, out.ranks)
-            found = checksum(group[-1])  # before the collate function, which may change its samples
-            with generators_kept():
-                seed_generators(epoch_seed(reading.seed, begin + start + 1))
-                batch = self._collate(group[start:stop])
-            reading.ahead.append(_Made(samples=len(group), checksum=found, batch=batch))
-            yield batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    samples: int
-    """Of all ranks together."""
-    checksum: int
-    """Of the last one."""
-    batch: object
-
-
-class _Reading:
-    """One pass over a stream, in states of the random generators that are its own."""
-
-    def __init__(self, data: Iterable[object], seed: int) -> None:
-        self.seed = seed
-        self.read = 0
-        """Samples so far."""
-        self.ahead: deque[_Made] = deque()
-        """Batches that were made of them and not handed out yet."""
-        self._data = data
-        self._samples: Iterator[object] | None = None
-        self._generators: Mapping[str, Any] | None = None
-
-    def take(self, count: int) -> list[object]:
-        """The next samples; fewer at the end."""
-        with self._drawing() as samples:
-            taken = list(itertools.islice(samples, count))
-        self.read += len(taken)
-        return taken
-
-    def skip(self, count: int) -> object:
-        """Returns the last one; None if the stream ends before `count`."""
-        last: object = None
-        with self._drawing() as samples:
-            for sample in itertools.islice(samples, count):
-                last = sample
-                self.read += 1
-        return last
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[Iterator[object]]:
-        with generators_kept():
-            if self._generators is None:
-                seed_generators(self.seed)
-            else:
-                set_generators(self._generators)
-            if self._samples is None:
-                self._samples = iter(self._data)
-            yield self._samples
-            self._generators = generator_states()
 
 
 @contextlib.contextmanager
@@ -531,15 +344,6 @@ def whole_epoch(data: object) -> Iterator[None]:
             data.trains = True
         if isinstance(data, Stream):
             data.last = last
-
-
-def no_batch(what: str, epoch: int, *, once: bool) -> UsageError:
-    """once: the data is an iterator."""
-    return UsageError(
-        f"the {what} yielded no batch in epoch {epoch}",
-        limit="an iterator is exhausted after one epoch" if once else "an epoch has at least one batch",
-        remedy="pass an object whose __iter__ starts over each time, or train for as long as the data lasts",
-    )
 
 
 def batches(
@@ -604,7 +408,7 @@ def batches(
     size = _checked(batch_size, ranks)
     if collate_fn is not None:
         as_function(collate_fn, "collate_fn", 1, limit="it is called with the list of a batch's samples")
-    handing_out = _HandingOut(
+    handing_out = HandingOut(
         batch_size=size,
         plan=plan,
         drop_last=drop_last,
@@ -641,7 +445,7 @@ def _is_stream(data: object) -> TypeGuard[Iterable[object]]:
 
 
 def _stream(
-    data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate | None, *, shuffle: bool | None, seed: int
+    data: Iterable[object], handing_out: HandingOut, collate_fn: Collate | None, *, shuffle: bool | None, seed: int
 ) -> Stream:
     from torch.utils.data import default_collate
 

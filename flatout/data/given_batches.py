@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NotRequired, TypeGuard
 
-from flatout.data.batches import Batches, PlaceState, Stream, batches, no_batch, other_kind
+from flatout.data.batches import Batches, batches
 from flatout.data.checksums import Kept, checksum
+from flatout.data.handing_out import PlaceState, no_batch, other_kind
 from flatout.data.nested import batch_length, to_device
 from flatout.data.sources import is_indexed
+from flatout.data.stream import Stream
 from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, set_generators, undrawn_on_failure
 from flatout.plan import Plan

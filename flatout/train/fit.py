@@ -371,7 +371,7 @@ def _check_passes(source: Source, epochs: int | None, steps: int | None) -> None
 
 
 def _check_unused(step: TrainStep, source: Source, epochs: int | None) -> None:
-    """Data whose epochs another step has used up would train nothing, without a word."""
+    """Refuse data whose epochs another step has used up: it would train nothing, and no error would say so."""
     if epochs is not None and not step.steps and source.epoch >= epochs:
         raise UsageError(
             f"the data is at the end of epoch {source.epoch}, and this step has taken no step",

@@ -13,8 +13,9 @@ from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.restoring import restore
 from flatout.checkpoint.saved import Loaded
-from flatout.data.batches import Batches, Stream
+from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches
+from flatout.data.stream import Stream
 from flatout.errors import NumericsError, UsageError
 from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop

@@ -277,16 +277,23 @@ def test_a_graph_that_is_retained_for_nothing() -> None:
     assert names(watched(step, model)) == ["needless-retain-graph"]
 
 
-def test_lbfgs() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    x, y = data(), torch.randn(16, 1)
+def fitting(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    """A closure for LBFGS."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = (model(x) - y).square().mean()
         loss.backward()
         return loss
+
+    return closure
+
+
+def test_lbfgs() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    x, y = data(), torch.randn(16, 1)
+    closure = fitting(model, optimizer, x, y)
 
     assert names(watched(lambda number: optimizer.step(closure), model)) == []  # type: ignore[arg-type, return-value]
 
@@ -296,12 +303,7 @@ def test_lbfgs_that_moves_nothing(rate: float, seen: list[str]) -> None:
     model = nn.Linear(6, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=rate, max_iter=20, tolerance_grad=1e-2)
     x, y = data(), torch.randn(16, 1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        return loss
+    closure = fitting(model, optimizer, x, y)
 
     for _ in range(20):
         optimizer.step(closure)  # type: ignore[arg-type]

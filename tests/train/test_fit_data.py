@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from flatout.data.batches import Batches, Stream
+from flatout.data.batches import Batches
 from flatout.data.checksums import checksum
 from flatout.data.given_batches import GivenBatches, batches_of
+from flatout.data.stream import Stream
 from flatout.errors import UsageError
 from flatout.plan import Plan
 from flatout.train.fit import fit

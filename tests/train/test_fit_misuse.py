@@ -1,4 +1,4 @@
-"""What a run of `fit` must not do without a word: lose an epoch, train nothing, log other numbers than the step had."""
+"""Misuse of `fit` that must not pass silently: a lost epoch, no training, logged numbers that are not the step's."""
 
 from __future__ import annotations
 
