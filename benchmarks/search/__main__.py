@@ -1,9 +1,10 @@
 """`python -m benchmarks.search`: the search's result beside the best of all combinations of its levers.
 
-For each script the search runs over the live levers that apply to it, with nothing compiled before. Then every subset
-of them is timed against the plain script in interleaved windows (of one process; a subset that compiles is on all the
-time in a second one, because each switch would compile anew), and the best of these against what the search kept, in
-pairs of fresh processes. Both costs are wall seconds, the script's start included.
+For each script the search runs as in a tune, with nothing compiled before. Then every subset of the levers that apply
+(those predicted to save most, up to MOST_LEVERS, with the first of their values) is timed against the plain script in
+interleaved windows, and the best of these against what the search kept, in pairs of fresh processes. A subset that
+compiles, or that a process keeps once it is on, has processes of its own. Both costs are wall seconds, the script's
+start included.
 
     python -m benchmarks.search --out search.json --checkouts checkouts
 
@@ -13,6 +14,7 @@ Public scripts need checkouts (see benchmarks/scripts/README.md). A script that 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -25,7 +27,8 @@ from typing import Any
 
 from benchmarks.search import two_plans
 from benchmarks.search.places import OWN, PUBLIC, in_its_place
-from flatout.levers.catalogue import LEVERS
+from flatout.errors import TrialError
+from flatout.levers.catalogue import LEVERS, in_order
 from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
 from flatout.machine.with_ceilings import machine_with_ceilings
@@ -39,22 +42,24 @@ from flatout.tuning.windows import Arm, Pace, compare_arms
 
 MODULE = "benchmarks.search.__main__"
 SCRIPTS = ("digits_mlp", "digits_cnn", "classic_loop", "tiny_diffusion", "makemore", "vae", "mnist", "mlp 512 128")
-FIELDS = ("fetch", "allocator", "threads", "optimizer", "memory_format", "precision", "compile")
-"""Live levers whose subsets are tried. At seven binary choices a script has up to 127 combinations."""
+MOST_LEVERS = 8
+"""Whose subsets are tried: 256 combinations."""
 SEARCH_SECONDS = 600.0
 SUBSET_SECONDS = 5.0
 
 
 def offered(process: TrialProcess, machine: Machine) -> list[Choice]:
-    """The first value of each live lever that applies to this loop."""
+    """The first value of each lever that applies to this loop, is for speed, and can be turned on in a process."""
     process.window([], settle=3, steps=3)
     observed = process.breakdown([], steps=20)
-    found: list[Choice] = []
+    found: dict[str, tuple[float, Choice]] = {}
     for lever in LEVERS:
         verdict = lever.applies(machine, observed)
-        if lever.plan_field in FIELDS and lever.switch == "live" and verdict:
-            found.append(Choice(lever, verdict.values[0]))
-    return found
+        if verdict and lever.aim == "time" and lever.switch in ("live", "once") and lever.plan_field not in found:
+            saved = lever.saving(machine, observed).expected
+            found[lever.plan_field] = saved, Choice(lever, verdict.values[0])
+    best = sorted(found.values(), key=lambda one: -one[0])[:MOST_LEVERS]
+    return in_order(choice for _, choice in best)
 
 
 def measured(out: Path, command: Sequence[str]) -> None:
@@ -66,8 +71,7 @@ def measured(out: Path, command: Sequence[str]) -> None:
             process.start()
             choices = offered(process, machine)
         began = time.perf_counter()
-        only = tuple((choice.field, choice.value) for choice in choices)
-        search = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(SEARCH_SECONDS), only=only))
+        search = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(SEARCH_SECONDS)))
         search.run()
         state = search.state
         search_seconds = time.perf_counter() - began
@@ -76,6 +80,7 @@ def measured(out: Path, command: Sequence[str]) -> None:
         exhaustive_seconds = time.perf_counter() - began
     best, ratio = max(ratios, key=lambda entry: entry[1])
     found = {
+        "levers": [choice.to_json() for choice in choices],
         "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
         "step_seconds": state.first_observed.step_seconds,
         "combinations": len(ratios),
@@ -91,19 +96,31 @@ def measured(out: Path, command: Sequence[str]) -> None:
 def _every_subset(
     setup: TrialSetup, choices: Sequence[Choice], step_seconds: float
 ) -> list[tuple[list[Choice], float]]:
-    """Of the levers, with how many times as fast the steps are; without any: 1."""
+    """Of the levers, with how many times as fast the steps are; without any: 1. Those that cannot be on together are
+    left out."""
     ratios: list[tuple[list[Choice], float]] = [([], 1.0)]
     pace = Pace.for_step(step_seconds, seconds=SUBSET_SECONDS)
-    with TrialProcess(setup) as process, TrialProcess(setup) as compiling:
-        for one in (process, compiling):
-            one.start()
-            one.expected_step_seconds = step_seconds
-            one.window([], settle=3, steps=3)
+    with contextlib.ExitStack() as stack:
+        processes: dict[tuple[bool, bool], TrialProcess] = {}
+
+        def process_for(*, compiles: bool, once: bool) -> TrialProcess:
+            if (found := processes.get((compiles, once))) is None:
+                found = processes[compiles, once] = stack.enter_context(TrialProcess(setup))
+                found.start()
+                found.expected_step_seconds = step_seconds
+                found.window([], settle=3, steps=3)
+            return found
+
+        plain = Arm(process_for(compiles=False, once=False))
         for size in range(1, len(choices) + 1):
             for subset in itertools.combinations(choices, size):
-                theirs = compiling if any(choice.lever.compiles for choice in subset) else process
-                ratio = compare_arms(Arm(process), Arm(theirs, subset), pace).comparison.ratio
-                ratios.append((list(subset), ratio))
+                compiles = any(choice.lever.compiles for choice in subset)
+                once = any(choice.lever.switch == "once" for choice in subset)
+                try:
+                    theirs = Arm(process_for(compiles=compiles, once=once), subset)
+                    ratios.append(([*subset], compare_arms(plain, theirs, pace).comparison.ratio))
+                except TrialError as error:
+                    print(f"{[choice.label for choice in subset]}: {error}", file=sys.stderr)
     return ratios
 
 

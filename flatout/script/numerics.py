@@ -52,8 +52,8 @@ class NumericsRequest:
     checks: tuple[int, ...] = ()
     """Steps (from 0) at which a reference is written."""
     nudge: Nudge = "none"
-    """Move every weight by one rounding error: of its own format at the start and at every check step, or of 16 bits
-    at the start."""
+    """Move every weight by one rounding error, of its own format or of 16 bits: of a free run at its start, of a
+    checked one at every check step, after it has loaded the plain run's state."""
     nudge_ulps: int = 1
     """By this many instead of one, where it is of its own format."""
     nudge_seed: int = 0
@@ -123,7 +123,7 @@ class NumericsRecorder:
         self._gradient_noise = GradientNoise(request.gradient_noise, request.noise_seed)
         self._early: dict[int, Tensor] = {}
         """By identity of their parameter, gradients that a backward pass has already applied."""
-        if request.nudge == "16-bit":
+        if request.nudge == "16-bit" and request.role == "free":
             nudge_weights(watch.subject, BITS_OF_16)
         self._step_begins()
 
@@ -171,8 +171,10 @@ class NumericsRecorder:
         if self._reference is None or self.steps >= self._request.steps:
             return
         self._reference.before_step(self.steps)
-        if self._request.nudge == "rounding" and self.steps in self._reference.checks:
-            nudge_weights(self._watch.subject, ulps=self._request.nudge_ulps, seed=self._request.nudge_seed)
+        if self.steps not in self._reference.checks or self._request.nudge == "none":
+            return
+        relative = BITS_OF_16 if self._request.nudge == "16-bit" else None
+        nudge_weights(self._watch.subject, relative, ulps=self._request.nudge_ulps, seed=self._request.nudge_seed)
 
     def _backward(self, roots: tuple[Tensor, ...]) -> None:
         self._losses[-1] += [root.detach().float().mean() for root in roots if hasattr(root, "detach")]

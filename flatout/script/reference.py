@@ -49,6 +49,9 @@ CUDA_SEED_BYTES = 8
 """A CUDA generator's state is its seed, followed by the count of numbers drawn."""
 CLEAR_OF_NOISE = 10.0
 """Times the noise of a tensor's gradient: an element as large as that has a direction."""
+EARLY_CHECKS = 3
+"""The first check steps, at the second, fourth... step of a run. There a state that the script carries from step to
+step and that is no weight, such as the hidden state of a recurrent network, is still the plain run's."""
 MOST_CALLS = 8
 """Optimizer steps per training step whose gradients are kept (the critic of a GAN makes several)."""
 
@@ -334,10 +337,12 @@ Reference = ReferenceWriter | ReferenceReader
 
 
 def thinned(checks: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """At most this many of them, evenly spread, including the first."""
+    """At most this many of them: the early ones, unless they would be more than half, and evenly spread others."""
     if most >= len(checks):
         return checks
-    return tuple(checks[round(i * (len(checks) - 1) / most)] for i in range(most))
+    early = EARLY_CHECKS if most >= 2 * EARLY_CHECKS else 0
+    rest, more = checks[early:], most - early
+    return (*checks[:early], *(rest[round(i * (len(rest) - 1) / more)] for i in range(more)))
 
 
 def _trained(subject: Subject) -> list[Tensor]:

@@ -7,10 +7,11 @@
                between two check steps (after which both continue from the same state). Where only a few check steps are
                beyond that, plain runs whose weights were moved by several rounding errors count too, scaled down: a
                unit of a ReLU or a pool near its threshold switches sides in some runs and not in others
-    reduced    the gradient of each parameter is the plain one plus unbiased noise of 16-bit size; from it the optimizer
-               makes the plain update (up to noise where moments are in 8 bits); no step stands out by more than the
-               same noise in a plain run's gradients causes; and over a whole free run the losses decrease as the plain
-               ones do, within the effect of a 16-bit rounding error in the weights
+    reduced    the gradient of each parameter is the plain one plus unbiased noise of 16-bit size (check steps at which
+               a 16-bit rounding error in the weights changes a plain run's gradients beyond that are left out); from
+               it the optimizer makes the plain update (up to noise where moments are in 8 bits); no step stands out by
+               more than the same noise in a plain run's gradients causes; and over a whole free run the losses
+               decrease as the plain ones do, within the effect of a 16-bit rounding error in the weights
 
 Where two plain runs differ by rounding errors although every generator is seeded (a GPU sums in no fixed order), no
 lever can be shown to be bit-identical: all are tested for rounding. Where they differ by more, single steps cannot be
@@ -61,6 +62,10 @@ REDUCED_GRADIENT_FACTOR, REDUCED_GRADIENT_LEAST, REDUCED_GRADIENT_MOST = 6.0, 0.
 levers were measured at 0.4 to 2.7 times that), within these bounds."""
 FP32_TO_16_BITS = 2.0**15
 """How much larger a rounding error of bf16 is than one of fp32."""
+UNSTABLE, LEAST_STABLE = 0.1, 3
+"""Where one 16-bit rounding error in the weights changes a plain run's gradient by more than the first, correct levers
+may change it by more than is accepted: such a check step shows nothing. With fewer others than the second, nothing was
+shown. So it is with a hidden state that is carried from step to step at a learning rate that amplifies noise."""
 REDUCED_TENSOR_LIMIT = 1.0
 """For a single parameter: beyond this the noise is larger than its gradient."""
 REDUCED_BIAS, REDUCED_BIAS_FEW = 0.1, 0.4
@@ -194,15 +199,40 @@ def _larger(nudged: tuple[D, ...], farther: tuple[D, ...]) -> tuple[D, ...]:
     return tuple(replace(one, error=max(one.error, errors.get(one.name, 0.0))) for one in nudged)
 
 
-def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics) -> str | None:
-    """Why, at the check steps, the run is not the plain run with 16-bit noise, or None."""
+def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics, rough: Numerics | None = None) -> str | None:
+    """Why, at the check steps, the run is not the plain run with 16-bit noise, or None.
+
+    rough: a plain run whose weights were moved by a 16-bit rounding error at every check step. Where that changes its
+    gradients too much, gradients are only held against how far it changes them.
+    """
     return (
         unlike_structure(plain, checked)
         or _not_finite(plain, checked)
         or _other_random_numbers(nudged, checked)
-        or _gradients_beyond_16_bits(nudged, checked)
+        or (rough and _beyond_unstable(rough, checked))
+        or _gradients_beyond_16_bits(_at_stable_steps(nudged, rough), _at_stable_steps(checked, rough))
         or _updates_beyond_rounding(nudged, checked, noise_factor=OWN_GRADIENTS_FACTOR)
     )
+
+
+def differs_only_later(plain: Numerics, nudged: Numerics, checked: Numerics) -> bool:
+    """Might the run be the plain one with 16-bit noise as far as the first check step shows?"""
+    first = replace(checked, checks=checked.checks[:1])
+    return (
+        unlike_structure(plain, checked) is None
+        and _not_finite(plain, checked) is None
+        and _gradients_beyond_16_bits(replace(nudged, checks=nudged.checks[:1]), first) is None
+    )
+
+
+def where_stable(rough: Numerics) -> str:
+    """' (at 3 of 6 check steps: ...)', or '' where gradients were compared at all of them."""
+    effects = _effects(rough)
+    stable = [effect for effect in effects.values() if effect <= UNSTABLE]
+    if len(stable) == len(effects):
+        return ""
+    noise = f"at others such noise alone changes them by up to {max(effects.values()):.0%}"
+    return f" (at {len(stable)} of {len(effects)} check steps; {noise})"
 
 
 def diverges(plain: Numerics, checked: Numerics, *noisy: Numerics) -> str | None:
@@ -364,12 +394,44 @@ def _largest_shares(nudged: Numerics) -> dict[str, float]:
 # reduced
 
 
+def _effects(rough: Numerics) -> dict[int, float]:
+    """Check step -> by what share the whole gradient of such a plain run differs from the plain one."""
+    return {check.step: _whole(check.gradients) for check in rough.checks if check.gradients}
+
+
+def _at_stable_steps(run: Numerics, rough: Numerics | None) -> Numerics:
+    if rough is None:
+        return run
+    effects = _effects(rough)
+    return replace(run, checks=tuple(one for one in run.checks if effects.get(one.step, math.inf) <= UNSTABLE))
+
+
+def _beyond_unstable(rough: Numerics, candidate: Numerics) -> str | None:
+    """Too few stable steps, or a gradient farther off than in the plain run with noise, wherever that is unstable."""
+    effects = _effects(rough)
+    unstable = {step: effect for step, effect in effects.items() if not effect <= UNSTABLE}
+    if len(effects) - len(unstable) < LEAST_STABLE:
+        typical = median([*unstable.values()] or [0.0])
+        noise = f"16-bit noise in the weights alone changes it by {typical:.0%} at {len(unstable)} of {len(effects)}"
+        return f"the whole gradient can be compared at fewer than {LEAST_STABLE} check steps: {noise}"
+    anywhere = max(unstable.values(), default=0.0)
+    for check in candidate.checks:
+        if check.step in unstable:
+            explained = max(NOISE_FACTOR * unstable[check.step], NOISE_FACTOR_ANYWHERE * anywhere)
+            if not (whole := _whole(check.gradients)) <= explained:
+                noise = f"16-bit noise in the weights alone changes it by {anywhere:.0%} at most"
+                return f"the whole gradient differs by {whole:.0%} of its size at step {check.step + 1}; {noise}"
+    return None
+
+
 def _gradients_beyond_16_bits(nudged: Numerics, candidate: Numerics) -> str | None:
     compared = [check for check in candidate.checks if check.gradients]
     if not compared:
         return "no gradient could be compared"
     floors = {name: median([g.relative for g in found]) for name, found in _by_name(nudged).items()}
     lost = {name for name, own in floors.items() if own > LOST_IN_ROUNDING}
+    if all(gradient.name in lost for check in compared for gradient in check.gradients):
+        return "one rounding error decides all of its gradients: 16 bits say nothing about them"
     wholes = [_whole([g for g in check.gradients if g.name not in lost]) for check in compared]
     fine = [_whole([g for g in check.gradients if g.name not in lost]) for check in nudged.checks if check.gradients]
     explained = FP32_TO_16_BITS * median(fine or [0.0])
@@ -460,10 +522,11 @@ def _largest(runs: Iterable[Iterable[tuple[int, float]]]) -> dict[int, float]:
 
 def _stretches(checked: Numerics) -> dict[int, float]:
     """Check step -> deviation of the weights since the check before, as a share of the plain run's change. Not where
-    that was a single step, made from the plain run's gradients."""
+    that was a single step, made from the plain run's gradients, or far fewer steps than between other check steps."""
     shares = {}
+    longest = max((check.step - before.step for before, check in itertools.pairwise(checked.checks)), default=0)
     for before, check in itertools.pairwise(checked.checks):
-        if before.replaced and check.step == before.step + 1:
+        if (before.replaced and check.step == before.step + 1) or 2 * (check.step - before.step) < longest:
             continue
         moved = math.sqrt(sum(drift.moved**2 for drift in check.drift))
         if moved:

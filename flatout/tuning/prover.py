@@ -23,6 +23,7 @@ from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
+from flatout.script.reference import EARLY_CHECKS
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.tuning import levels
@@ -156,6 +157,9 @@ class Prover:
         self._nudged: Numerics | None = None
         self._farther: list[Numerics] = []
         self._coarse: Numerics | None = None
+        """From weights moved by a 16-bit rounding error."""
+        self._rough: Numerics | None = None
+        """The same, at every check step."""
         self._repeats: Repeats | None = None
         self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Judged] = {}
         """Verdicts so far: proving a set again without one of its levers repeats only some claims."""
@@ -262,7 +266,7 @@ class Prover:
             reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
             return Judged("within rounding", reason, evidence)
         if claimed == "rounding":
-            return Judged("rejected", beyond, evidence, judge.not_reduced(plain, nudged, checked) is None)
+            return Judged("rejected", beyond, evidence, judge.not_reduced(plain, nudged, checked, self._rough) is None)
         if claimed != "reduced":
             return Judged("rejected", beyond, evidence)
         return self._reduced(plain, nudged, checked, choices, evidence)
@@ -297,7 +301,7 @@ class Prover:
     def _reduced(
         self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: Evidence
     ) -> Judged:
-        if reason := judge.not_reduced(plain, nudged, checked) or self._diverges(plain, checked, choices):
+        if reason := self._not_reduced(plain, nudged, checked, choices) or self._diverges(plain, checked, choices):
             return Judged("rejected", reason, evidence)
         free = self._record(choices)
         reason = judge.drifts(plain, free, self._coarse)
@@ -309,24 +313,43 @@ class Prover:
             return Judged("rejected", reason, evidence)
         drift = _largest_mean(judge.late_differences(plain, free))
         evidence = {**evidence, "loss_drift": drift, "candidate_losses": free.mean_losses()}
+        if self._rough is not None:
+            evidence["loss_floor"] = judge.largest_loss_difference(plain, self._rough)
+            evidence["gradient_floor"] = judge.largest_gradient_difference(self._rough)
         level = f"losses of the later half {drift:+.2%} off"
         if self._coarse is not None:
             own = _largest_mean(judge.late_differences(plain, self._coarse))
             level += f" (16-bit noise in the first weights: {own:+.2%})"
-        reason = f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}"
+        where = "" if self._rough is None else judge.where_stable(self._rough)
+        reason = f"each gradient the plain one with 16-bit noise{where}, the optimizer's steps plain; {level}"
         return Judged("reduced", reason, evidence)
+
+    def _not_reduced(
+        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice]
+    ) -> str | None:
+        """Why it is not the plain run with 16-bit noise, at the check steps. Where its gradients leave the plain ones
+        only later, a plain run with such noise in its weights shows at which steps that says nothing."""
+        reason = judge.not_reduced(plain, nudged, checked, self._rough)
+        if reason is None or self._rough is not None or not judge.differs_only_later(plain, nudged, checked):
+            return reason
+        if not self.has_time_for(1, self._latest):
+            return reason
+        self._progress("proof: does 16-bit noise in the weights change the gradients of a plain run as much?")
+        self._rough = self._record([], role="checked", nudge="16-bit", then=choices)
+        return judge.not_reduced(plain, nudged, checked, self._rough)
 
     def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
         """Why it diverges beyond what noise explains. The runs that measure the noise are made only if needed, and if
         there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made."""
-        reason, noise = judge.diverges(plain, checked), judge.typical_gradient_difference(checked)
+        rough = [] if self._rough is None else [self._rough]
+        reason, noise = judge.diverges(plain, checked, *rough), judge.typical_gradient_difference(checked)
         noisy: list[Numerics] = []
         while reason is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
             if noisy and judge.diverges(plain, noisy[-1]) is None:
                 break
             seed = len(noisy)
             noisy.append(self._record([], role="checked", gradient_noise=noise, noise_seed=seed, then=choices))
-            reason = judge.diverges(plain, checked, *noisy)
+            reason = judge.diverges(plain, checked, *rough, *noisy)
         return reason
 
     def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
@@ -464,11 +487,12 @@ class Prover:
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
         """For few steps, every second one, so that a step from the run's own state lies in between, and the last, whose
-        update shows nowhere else."""
+        update shows nowhere else; for more, such early ones, and others evenly spread."""
         if self._pattern.few is not None or steps < 2 * STEPS_A_CHECK:
             return tuple(sorted({*range(0, steps, 2), steps - 1}))
+        early = range(0, 2 * EARLY_CHECKS, 2)
         count = max(1, min(CHECKS, steps // STEPS_A_CHECK))
-        return tuple(i * steps // count for i in range(count))
+        return tuple(sorted({*early, *(i * steps // count for i in range(count))}))
 
     def _next_process(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[RunningTrial, bool]:
         """(the process for a run, whether no other runs at the same time)"""

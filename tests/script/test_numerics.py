@@ -248,6 +248,21 @@ def test_thinned(most: int, expected: tuple[int, ...]) -> None:
     assert reference.thinned((0, 1, 2, 3), most) == expected
 
 
+def test_where_the_state_is_large_the_early_check_steps_stay() -> None:
+    checks = (0, 2, 4, *range(10, 200, 10))
+    assert reference.thinned(checks, 6) == (0, 2, 4, 10, 70, 130)
+    assert reference.thinned(checks, 5) == (0, 20, 60, 110, 150)
+
+
+def test_a_checked_run_is_moved_by_16_bits_at_every_check_step(folder: str) -> None:
+    moved = Watched(norm=True).record(8, role="checked", folder=folder, nudge="16-bit")
+    nudged = Watched(norm=True).record(8, role="checked", folder=folder, nudge="rounding")
+    for coarse, fine in zip(moved.checks, nudged.checks, strict=True):
+        assert not coarse.replaced
+        assert 1e-4 < coarse.gradients[0].relative < 0.5
+        assert coarse.gradients[0].relative > 100 * fine.gradients[0].relative
+
+
 def test_a_generator_of_a_gpu_counts_once_a_number_was_drawn_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = reference.generator_digest()
     seed, unused, drawn = torch.full((8,), 7, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), torch.ones(8)

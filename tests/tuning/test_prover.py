@@ -19,7 +19,7 @@ from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.prover import MOST_FARTHER, Pattern, Prover, RunsMade
-from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, check, run, with_check, with_gradient
+from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, check, run, unstable, with_check, with_gradient
 
 
 class Claiming(Lever):
@@ -48,6 +48,7 @@ class Recorded(Prover):
         self.results, self.plain, self.made = results, list(plain), []
         self.nudged = plain[1] if len(plain) > 1 else NUDGED
         self.noisy, self.farther, self.coarse = [NOISY] * 2, [NUDGED] * 9, run(seed=3, noise=3e-3)
+        self.rough = NOISY
 
     def _record(
         self,
@@ -69,7 +70,7 @@ class Recorded(Prover):
         if nudge == "rounding":
             return self.nudged
         if nudge == "16-bit":
-            return self.coarse
+            return self.rough if role == "checked" else self.coarse
         if not labels:
             return self.plain.pop(0) if self.plain else PLAIN
         found = self.results[labels]
@@ -166,6 +167,27 @@ def test_losses_that_drift_are_held_against_a_plain_run_with_noise_in_its_weight
     prover.results[("bits",)] = PLAIN
     prover.prove([REDUCES, BITS])
     assert prover.made.count(("free", "16-bit")) == 1  # it is kept for other sets of levers
+
+
+@pytest.mark.parametrize("chaotic", [True, False])
+def test_gradients_that_differ_later_are_held_against_a_plain_run_with_16_bit_noise(
+    tmp_path: Path, chaotic: bool
+) -> None:
+    prover = Recorded(tmp_path, {("reduces",): unstable(0.7), ("reduces", "bits"): unstable(0.7)})
+    prover.rough = unstable() if chaotic else NOISY
+    proof = prover.prove([REDUCES])
+    assert proof.verdict == ("reduced" if chaotic else "rejected")
+    assert ("at 3 of 6 check steps" if chaotic else "the whole gradient differs by") in proof.reason
+    prover.results[("bits",)] = PLAIN
+    prover.prove([REDUCES, BITS])
+    assert prover.made.count(("checked", "16-bit")) == 1  # it is kept for other sets of levers
+
+
+def test_without_time_for_that_run_the_lever_is_rejected(tmp_path: Path) -> None:
+    prover = Recorded(tmp_path, {("reduces",): unstable(0.7)})
+    prover.rough, prover._latest = unstable(), Deadline(0.0)
+    assert prover.prove([REDUCES]).verdict == "rejected"
+    assert ("checked", "16-bit") not in prover.made
 
 
 @pytest.mark.parametrize("amplified", [True, False])

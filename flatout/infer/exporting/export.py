@@ -80,9 +80,9 @@ def export(
     Integers define a range: fresh inputs stay between the example's minimum and maximum.
     path: the file, or its name without a suffix, to which each format adds its own (.pt2, .aoti.pt2, .onnx, .pte,
     .torchscript.pt). The folder must exist. An existing file is replaced once the new one is verified.
-    format: 'pt2' (torch.export), 'aoti' (AOTInductor: machine code, needs a C++ compiler), 'onnx' (needs
-    flatout[export]), 'executorch' (needs that package; fixed sizes only), 'torchscript' (legacy). They share one
-    trace.
+    format: 'pt2' (torch.export), 'aoti' (AOTInductor: machine code, needs a C++ compiler), 'onnx' (needs onnx,
+    onnxscript and onnxruntime), 'executorch' (needs that package; fixed sizes only), 'torchscript' (legacy). They
+    share one trace.
     dynamic: sizes that may differ from the example's: 'batch' = dimension 0, 'length' = that and dimension 1 of
     sequences, 'none'.
     allow_fixed: export a module that cannot vary its sizes with the example's; the report says so.
