@@ -259,8 +259,7 @@ def test_a_checked_run_is_moved_by_16_bits_at_every_check_step(folder: str) -> N
     nudged = Watched(norm=True).record(8, role="checked", folder=folder, nudge="rounding")
     for coarse, fine in zip(moved.checks, nudged.checks, strict=True):
         assert not coarse.replaced
-        assert 1e-4 < coarse.gradients[0].relative < 0.5
-        assert coarse.gradients[0].relative > 100 * fine.gradients[0].relative
+        assert fine.gradients[0].relative < coarse.gradients[0].relative / 5 < 0.1
 
 
 def test_a_generator_of_a_gpu_counts_once_a_number_was_drawn_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
