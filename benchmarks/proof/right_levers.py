@@ -253,6 +253,7 @@ PLANTED: tuple[tuple[str, Exactness, Context, str], ...] = (
     ("convolution in bf16", "reduced", function("conv2d", conv_in_bf16), "cnn_schedule"),
     ("linear in bf16 beside updates by hand", "reduced", linear(in_format("bfloat16")), "own_updates"),
     ("linear by einsum beside updates by hand", "rounding", linear(by_einsum), "own_updates"),
+    ("linear in bf16 beside a state that is carried", "reduced", linear(in_format("bfloat16")), "carried_state"),
     ("activations kept in bf16", "reduced", saved(in_16_bits, lambda p: p[0].to(p[1])), "numpy_batches"),
 )
 
@@ -271,6 +272,7 @@ OF_THE_CATALOGUE: tuple[tuple[str, Any, str], ...] = (
     ("autocast", "bf16", "lstm_text"),
     ("autocast", "bf16", "two_optimizers"),
     ("autocast", "bf16", "own_updates"),
+    ("autocast", "bf16", "carried_state"),
     ("matmul precision", "medium", "mlp_epochs"),
     ("batched fetch", "batched", "two_optimizers"),
     ("batched fetch", "batched", "mlp_epochs"),

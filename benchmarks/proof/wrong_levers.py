@@ -74,7 +74,8 @@ ALL = (
     "two_optimizers",
 )
 WITHOUT_OPTIMIZER = "own_updates"
-EVERY = (*ALL, WITHOUT_OPTIMIZER)
+CARRIED_STATE = "carried_state"
+EVERY = (*ALL, WITHOUT_OPTIMIZER, CARRIED_STATE)
 """`ALL` are those with an optimizer, through which most faults reach the training."""
 LOADERS = ("mlp_epochs", "cnn_schedule", "bf16_already", "two_optimizers", WITHOUT_OPTIMIZER)
 DECAYED = ("numpy_batches", "gpt_accumulated", "cnn_schedule", "bf16_already", "short")
@@ -84,7 +85,7 @@ MOMENTUM = ("cnn_schedule", "bf16_already", *ADAPTIVE)
 BATCHED = tuple(script for script in EVERY if script != "short")
 """The short script has the same batch in every step."""
 PLAIN_STEP = ("cnn_schedule", "bf16_already")
-BY_HAND = (WITHOUT_OPTIMIZER,)
+BY_HAND = (WITHOUT_OPTIMIZER, CARRIED_STATE)
 """Adam and RMSprop divide by the gradient's size: there a scaled gradient changes nothing."""
 
 

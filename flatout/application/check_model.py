@@ -11,6 +11,7 @@ from flatout.diagnose.finding import Finding
 from flatout.diagnose.model_checks import CHECKS
 from flatout.diagnose.model_facts import ModelFacts
 from flatout.diagnose.model_reading import read_model
+from flatout.errors import UsageError, describe_error
 from flatout.infer.model_source import load_model
 from flatout.report.machine_text import exit_code
 
@@ -32,6 +33,15 @@ class ModelCheck:
 
 def check_model(spec: str) -> ModelCheck:
     """Runs the user's code to build the model; the model itself is not run. UsageError: there is no such model, it
-    cannot be built, or it has layers without shapes yet."""
-    model = read_model(as_model(load_model(spec)[0]))
+    cannot be built or give its parameters, or it has layers without shapes yet."""
+    built = load_model(spec)[0]
+    try:
+        list(built.named_parameters())
+    except Exception as error:
+        what = f"the parameters of {spec} cannot be listed: {describe_error(error)}"
+        begun = "_parameters" in vars(built)
+        limit = "" if begun else f"the __init__ of {type(built).__name__} does not call super().__init__()"
+        remedy = "make list(model.parameters()) work in plain Python first" if begun else "call it first"
+        raise UsageError(what, limit=limit, remedy=remedy) from error
+    model = read_model(as_model(built))
     return ModelCheck(name=spec, model=model, findings=check_facts(Facts(model=model), CHECKS))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flatout.errors import UsageError
+from flatout.errors import ScriptError, UsageError
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
 from flatout.plan import Plan
@@ -66,7 +66,7 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
                 progress("following its memory")
                 peak = trial.peak(choices).peak_bytes if step.device == "cpu" else None
             except TrialEnded as end:
-                raise explain_end(end, request.target.name) from end
+                raise _too_early(end, request.target.name) from end
     if step.device != "cpu":
         raise UsageError(
             f"{request.target.name} trains on {step.device}",
@@ -86,6 +86,18 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
         peak_bytes=peak,
         prices=request.prices,
         notes=notes,
+    )
+
+
+def _too_early(end: TrialEnded, name: str) -> ScriptError:
+    """Error for a script that ended before it was followed, by itself or not."""
+    if end.status or not end.steps:
+        return explain_end(end, name)
+    steps = end.script_steps
+    return ScriptError(
+        f"{name} ended after {steps} step{'s' * (steps != 1)}",
+        limit="a step after the first is followed operator by operator, and one for its memory",
+        remedy="let it run longer, by its own options (more epochs, smaller batches)",
     )
 
 

@@ -151,7 +151,11 @@ class BenchResult:
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> BenchResult:
         """Raises TypeError for anything that `to_json` does not write."""
-        return decode(cls, data)
+        result = decode(cls, data)
+        for row in (row for one in result.workloads for row in one.rows):
+            if not (row.seconds and min(row.seconds) > 0):
+                raise TypeError(f"{row.name} has no times above 0")
+        return result
 
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "machine": self.machine.to_json()}

@@ -165,6 +165,12 @@ def write_error(error: OSError, folder: Path, need_bytes: int, what: str) -> Fla
     """The error for when `what` (a subject: 'the checkpoint of step 5') could not be written."""
     if error.errno in _FULL:
         return _no_space(folder, need_bytes, _free_bytes(folder), what)
+    if error.errno == errno.ENOTEMPTY:
+        return UsageError(
+            f"{what} cannot be written to {folder}: another process has saved one there under the same name",
+            limit="one run saves in a folder",
+            remedy="give each run a folder of its own; ranks of one run call flatout.ranks() before the first save",
+        )
     if error.errno in _FORBIDDEN:
         return UsageError(
             f"{what} cannot be written to {folder}: {error.strerror}", remedy="name a folder that you may write"

@@ -164,12 +164,12 @@ def _table(
     from flatout.private_details import without_private
     from flatout.report.bench_text import bench_text
     from flatout.report.document import document
-    from flatout.units import parse_seconds
+    from flatout.units import parse_positive_seconds
 
     usual = QUICK_TUNE_SECONDS if setup.quick else TUNE_SECONDS
     effort = Effort(
         rounds=rounds or (QUICK_ROUNDS if setup.quick else ROUNDS),
-        tune_seconds=usual if budget is None else parse_seconds(budget),
+        tune_seconds=usual if budget is None else parse_positive_seconds(budget, "--budget"),
         most_seconds=QUICK_MOST_SECONDS if setup.quick else float("inf"),
     )
     found = measure_table(workloads, setup, effort, progress)
@@ -199,7 +199,7 @@ def _show(files: Sequence[str]) -> int:
 
     for file in files:
         doc = read_document(Path(file))
-        kind = doc["flatout"]["document"]
+        kind = doc["flatout"].get("document")
         payload = {name: value for name, value in doc.items() if name != "flatout"}
         try:
             if kind == "bench":

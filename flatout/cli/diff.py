@@ -32,15 +32,21 @@ def diff(
     Apply it with `patch -p1` or `git apply`. Exit code: 0 there is a patch, 1 no choice of the plan has a form in this
     source, 2 the script is not the one that was tuned.
     """
-    from flatout.application.source_patch import patch_of
+    from flatout.application.applied_plan import PLAN_NAME
+    from flatout.application.source_patch import REPORT_NAME, patch_of
+    from flatout.cli.places import check_no_input
     from flatout.report.document import to_text
     from flatout.report.source_patch_text import patch_bytes, patch_document
     from flatout.script.entry import Target
+    from flatout.script.own_files import own_files
 
     script = Target.from_command(target)
     found = patch_of(script, plan=plan, report=report, force=force)
     written = patch_bytes(found, script.command)
     if out is not None and found.files:
+        place = plan or Path(PLAN_NAME)
+        read = [place, report or place.parent / REPORT_NAME, *(file.path for file in own_files(script))]
+        check_no_input(out, read, "the patch")
         _write(out, written)
     if json:
         print(to_text(patch_document(found, script.command)))

@@ -39,7 +39,10 @@ DraftOption = Annotated[
     str | None,
     typer.Option(metavar="MODEL", help="Speculate with this smaller model; the distribution stays the same."),
 ]
-StopOption = Annotated[list[str] | None, typer.Option(help="Stop at this text (or ids, as '12,7'); repeat for more.")]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Stop at this text (or ids, as '12,7'); repeat for more."),
+]
 
 MostTokens = Annotated[
     int | None,
@@ -58,7 +61,9 @@ def generate(
     model: ModelArgument,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="A text, or token ids as '12,7,512' where there is no tokenizer; repeat for more."),
+        typer.Option(
+            metavar="TEXT", help="A text, or token ids as '12,7,512' where there is no tokenizer; repeat for more."
+        ),
     ] = None,
     prompts: PromptsFile = None,
     tokenizer: TokenizerOption = None,
@@ -90,12 +95,14 @@ def generate(
     Exit code: 0 generated, 1 the model produced NaN, 2 the model, a prompt or an option cannot be
     used.
     """
+    from flatout.infer.plan_file import require_plan
     from flatout.report.document import to_text
     from flatout.report.inference_text import generation_document, write_lines
 
     if out is not None:
         check_place(out)
     guesses = "lookup" if lookup else None
+    require_plan(plan)
     chosen = plan_with(plan, precision=precision, weights=weights, speculation=guesses)
     generator = _generator(model, tokenizer, chosen, draft, slots, device)
     has_words = generator.tokenizer is not None

@@ -6,9 +6,12 @@ Importing this imports every verb's module, so those import their rooms (and tor
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,10 +22,14 @@ from typer.core import TyperArgument, TyperCommand
 from flatout import __version__, environment
 from flatout.cli.command_line import Option, asks_for_help, split_target
 from flatout.cli.trial_options import TargetArgument
+from flatout.errors import UsageError
 
 if TYPE_CHECKING:
     from typer._click.core import Context
     from typer._click.formatting import HelpFormatter
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where a disk, a quota or a file's largest size is used up."""
 
 TARGET = "SCRIPT [ARGUMENTS]..."
 """How a script and its arguments stand in the usage of a verb that runs one."""
@@ -143,7 +150,35 @@ flatout report flatout-report.json memory.json --out train.html --open""",
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb that the arguments name; returns its exit code. Without arguments: the help."""
+    """Run the verb that the arguments name; returns its exit code. Without arguments: the help. Raises UsageError where
+    a disk is full, that of the output too."""
+    try:
+        code = _run_verb(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error of it can still be told
+        return code
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _drop_output()
+        what = "the output" if error.filename is None else error.filename
+        remedy = "free some space, or write to where there is some"
+        raise UsageError(f"cannot write {what}: {error.strerror}", remedy=remedy) from error
+
+
+def _drop_output() -> None:
+    """Where stdout still has what it could not write, Python would fail once more at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+
+
+def _run_verb(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(application())
     if environment.completes_for_shell():
         return int(command.main(prog_name="flatout", standalone_mode=False) or 0)

@@ -70,7 +70,7 @@ def memory(
     if batch_curve:
         curve_request = CurveRequest(
             target=script,
-            budget_seconds=as_seconds(parse_seconds(budget or "60s"), "--budget"),
+            budget_seconds=as_seconds(parse_seconds("60s" if budget is None else budget), "--budget"),
             patience_seconds=patience_seconds,
             isolation=isolation,
             allow_network=allow_network,

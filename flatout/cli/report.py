@@ -26,6 +26,7 @@ def report(
     """
     import webbrowser
 
+    from flatout.cli.places import check_no_input
     from flatout.errors import UsageError
     from flatout.report.document import document, read_document, to_text
     from flatout.report.html.page import report_html
@@ -33,6 +34,7 @@ def report(
     from flatout.whole_files import PRIVATE, written_whole
 
     page = report_html([(path, read_document(path)) for path in files]).encode()
+    check_no_input(out, files, "the page")
     try:
         with written_whole(out, mode=PRIVATE) as temporary:
             temporary.write_bytes(page)

@@ -504,7 +504,14 @@ def _report_path(options: dict[str, str], rank: Rank | None) -> Path | None:
     if not _first_rank(rank):
         return None
     if "--report" not in options:
-        return Path(REPORT_NAME).absolute()
+        try:
+            return Path(REPORT_NAME).absolute()
+        except FileNotFoundError:
+            raise UsageError(
+                "the current folder was removed",
+                limit=f"{REPORT_NAME} is written there",
+                remedy="change to one that exists, or use --no-report",
+            ) from None
     from flatout.report.document import report_place
 
     return report_place(options["--report"])

@@ -241,10 +241,15 @@ def _only_for_functions() -> Exception:
 
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
     """What cannot be used is named before any time is spent."""
+    from flatout.errors import UsageError
     from flatout.machine.visible_devices import show_only
     from flatout.script.work_folder import require_linux
 
     require_linux()
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # not even torch can be loaded there
+        raise UsageError("the current folder was removed", remedy="change to one that exists") from None
     request.target.check()
     check_writable(output)
     show_only(device)

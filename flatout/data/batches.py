@@ -506,7 +506,7 @@ def _of_loader(
     random = type(sampler) is RandomSampler and not sampler.replacement
     random = random and length_of(sampler, "the sampler") == length_of(loader.dataset, "the loader's data set")
     if shuffle is None and not random and type(sampler) is not SequentialSampler:
-        return batch_size or loader.batch_size, True, EpochOrder(sampler)
+        return batch_size or loader.batch_size, True, EpochOrder(sampler, ranks)
     return batch_size or loader.batch_size, random if shuffle is None else shuffle, None
 
 

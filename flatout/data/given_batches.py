@@ -7,7 +7,7 @@ It is not compared where a step had changed it in place: what it held is not kno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, NotRequired, TypeGuard
 
 from flatout.data.batches import Batches, batches
@@ -53,6 +53,14 @@ class GivenBatches:
         """Random states: when the epoch began, and before its last batch was made."""
         self._last: Kept | int | None = None
         """The last batch as it was given, or its checksum; None where that is not known."""
+
+    @property
+    def count(self) -> int | None:
+        """Batches in an epoch; None where the data does not say."""
+        try:
+            return len(self._data) if isinstance(self._data, Sized) else None
+        except (TypeError, NotImplementedError):  # a DataLoader of an iterable data set has the method, and no length
+            return None
 
     def state_dict(self) -> GivenBatchesState:
         """Where the next batch begins, and what is needed to find it again."""

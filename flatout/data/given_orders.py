@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_COMPARED = 1_000_000
 """Indices of an epoch; drawing more of them a second time takes too long."""
+ENDLESS, LEAST_ENDLESS = 20, 10_000_000
+"""A sampler that draws more than so many times its samples, and more than so many, is taken not to end."""
 REPEATABLE = "let it draw from a torch.Generator in its attribute 'generator', or from the global generators"
 """What to do about a sampler that does not repeat what it drew."""
 
@@ -31,9 +33,9 @@ REPEATABLE = "let it draw from a torch.Generator in its attribute 'generator', o
 class EpochOrder:
     """The order that a sampler draws, of as many samples as it draws in that epoch, whatever its length says."""
 
-    def __init__(self, sampler: Iterable[object]) -> None:
+    def __init__(self, sampler: Iterable[object], ranks: int = 1) -> None:
         self.samples = length_of(sampler, "the sampler")
-        self.draws = _Draws(sampler, "the sampler", _positions)
+        self.draws = _Draws(sampler, "the sampler", _positions, self.samples, ranks)
         self._kept: tuple[tuple[int, int], Tensor] | None = None
         """((seed, epoch), the order of that epoch)."""
 
@@ -60,7 +62,7 @@ class BatchOrder:
     def __init__(self, sampler: Iterable[object], samples: int, ranks: int = 1) -> None:
         self._ranks = ranks
         self.samples = samples
-        self.draws = _Draws(sampler, "the batch sampler", _batches)
+        self.draws = _Draws(sampler, "the batch sampler", _batches, samples, ranks)
         self._epoch: tuple[int, int] | None = None
         self._batches: list[list[int]] = []
 
@@ -109,31 +111,64 @@ class BatchOrder:
 class _Draws(Generic[T]):
     """What a sampler draws for an epoch; `read` makes positions of it, given its name too."""
 
-    def __init__(self, sampler: Iterable[object], name: str, read: Callable[[Sequence[object], str], list[T]]) -> None:
+    def __init__(
+        self,
+        sampler: Iterable[object],
+        name: str,
+        read: Callable[[Sequence[object], str], list[T]],
+        samples: int,
+        ranks: int,
+    ) -> None:
         self.repeats: bool | None = None
         """Does it draw the same for the same epoch? None: not known."""
-        self._sampler, self._name, self._read = sampler, name, read
+        self._sampler, self._name, self._read, self._ranks = sampler, name, read, ranks
+        self._most = max(ENDLESS * samples, LEAST_ENDLESS)
         self._tried = hasattr(sampler, "__next__")  # an iterator could be used up by it
 
     def __call__(self, seed: int, epoch: int) -> list[T]:
-        drawn = self._read(_drawn(self._sampler, seed, epoch), self._name)
+        drawn = self._read(self._drawn(seed, epoch), self._name)
         if not self._tried:
             self._tried = True
             if sum(len(one) if isinstance(one, list) else 1 for one in drawn) <= MOST_COMPARED:
                 self._compare(drawn, seed, epoch)
         return drawn
 
+    def _drawn(self, seed: int, epoch: int) -> list[object]:
+        """What it yields in this epoch. UsageError for one that does not end, before it has taken all memory."""
+        found: list[object] = []
+        count = 0
+        with _from_seed(self._sampler, seed, epoch):
+            for one in self._sampler:
+                found.append(one)
+                count += max(1, len(one)) if isinstance(one, list | tuple) else 1
+                if count > self._most:
+                    raise UsageError(
+                        f"{self._name}, {described(self._sampler)}, drew over {self._most:,} positions in an epoch",
+                        limit="the order of an epoch is drawn as it begins, so it has to end",
+                        remedy="let its __iter__ end after an epoch; the next one begins by itself",
+                    )
+        return found
+
     def _compare(self, drawn: list[T], seed: int, epoch: int) -> None:
         try:
-            self.repeats = self._read(_drawn(self._sampler, seed, epoch), self._name) == drawn
+            self.repeats = self._read(self._drawn(seed, epoch), self._name) == drawn
         except Exception:  # of any kind: a run that is never resumed needs no second drawing
             return
         if not self.repeats:
             warnings.warn(
                 f"{self._name}, {described(self._sampler)}, drew two orders for the same epoch; it draws from a "
-                f"generator of its own, so that a resumed run continues with other samples; {REPEATABLE}",
+                f"generator of its own, so that a resumed run continues with other samples{self._among_ranks()}; "
+                f"{REPEATABLE}",
                 stacklevel=2,
             )
+
+    def _among_ranks(self) -> str:
+        if self._ranks == 1:
+            return ""
+        return (
+            f", and each of the {self._ranks} ranks, which takes its share of the order that it draws itself, may draw "
+            "another one: some samples then come twice and others not at all"
+        )
 
 
 def _positions(drawn: Sequence[object], name: str) -> list[int]:
@@ -172,8 +207,9 @@ def length_of(value: object, name: str) -> int:
     return len(value)
 
 
-def _drawn(sampler: Iterable[object], seed: int, epoch: int) -> list[object]:
-    """What a sampler yields in this epoch: its own generators, and the global ones, start from the epoch's seed."""
+@contextlib.contextmanager
+def _from_seed(sampler: Iterable[object], seed: int, epoch: int) -> Iterator[None]:
+    """Within, the sampler draws for this epoch: its own generators, and the global ones, start from its seed."""
     with generators_kept(), contextlib.ExitStack() as kept:
         seed_generators(epoch_seed(seed, epoch))
         for generator in _generators_of(sampler):
@@ -182,7 +218,7 @@ def _drawn(sampler: Iterable[object], seed: int, epoch: int) -> list[object]:
         for one in samplers_in(sampler):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
-        return list(sampler)
+        yield
 
 
 def samplers_in(sampler: object) -> Iterator[object]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Collate: TypeAlias = Callable[..., object]
 """Called with the list of a batch's samples."""
 T = TypeVar("T")
+MOST_NOTED = 2**28
+"""Samples of a data set of which is kept, in a byte each, that they drew no random numbers."""
 TABLE_PACKAGES = ("pandas", "polars", "cudf", "modin")
 
 
@@ -104,7 +106,7 @@ class Samples:
         """Does any code of the user's run here? The check costs as much as a batch of a list."""
         self._draws = False
         """Did a sample draw random numbers? Until one does, samples need no seeds."""
-        self._quiet = bytearray(len(dataset))
+        self._quiet = bytearray()
         """For each sample: has it come up in this process without a draw? Of this process alone, as what came up before
         differs between a resumed run and one that never stopped, and between workers."""
         self._checked_seed: int | None = None
@@ -119,7 +121,7 @@ class Samples:
             return self._plain(wanted)
         if self._draws:
             return self._seeded(wanted, seed)
-        if seed == self._checked_seed and all(self._quiet[i] for i in wanted):
+        if seed == self._checked_seed and all(self._was_quiet(i) for i in wanted):
             return self._plain(wanted)
         with undrawn_on_failure() as before:
             made = self._plain(wanted)
@@ -129,8 +131,18 @@ class Samples:
             return self._seeded(wanted, seed)
         self._checked_seed = seed
         for i in wanted:
-            self._quiet[i] = True
+            self._note_quiet(i)
         return made
+
+    def _was_quiet(self, index: int) -> bool:
+        return 0 <= index < len(self._quiet) and bool(self._quiet[index])
+
+    def _note_quiet(self, index: int) -> None:
+        """A sampler may go beyond the length, which may be a fiction: the room grows, up to a limit."""
+        if 0 <= index < MOST_NOTED:
+            if index >= len(self._quiet):
+                self._quiet.extend(bytes(max(index + 1, 2 * len(self._quiet)) - len(self._quiet)))
+            self._quiet[index] = True
 
     def own_generators(self) -> list[str]:
         """The attributes of the data set, and of those that it is made from, that hold random generators."""
@@ -239,7 +251,7 @@ def _source_of(data: object, collate_fn: Collate) -> Source:
             limit="a tuple holds columns, as tensors or arrays; a list holds samples",
             remedy="pass (torch.tensor(inputs), torch.tensor(targets)), or list(zip(inputs, targets))",
         )
-    if not is_indexed(data) or isinstance(data, (str, bytes, Mapping)):
+    if not is_indexed(data) or _is_tensor(data) or isinstance(data, (str, bytes, Mapping)):
         raise UsageError(
             f"{type(data).__name__} is not a source of batches",
             limit="tensors or arrays (in dicts, tuples, dataclasses), a Dataset, a stream or a DataLoader are",
@@ -295,10 +307,13 @@ def _refuse_lists(data: object) -> None:
 
 
 def _refuse_foreign_dtypes(data: object) -> None:
-    """Those of numpy that torch lacks. Arrays of objects are handed out as they are."""
+    """Those of numpy that torch lacks, and nested tensors. Arrays of objects are handed out as they are."""
     import torch
 
     for path, array in arrays_in(data):
+        if isinstance(array, torch.Tensor) and array.is_nested:
+            remedy = f"pass the samples: list({path}.unbind())"
+            raise UsageError(f"{path} is a nested tensor", limit="torch cannot index it by samples", remedy=remedy)
         if isinstance(array, torch.Tensor) or array.dtype.hasobject:
             continue
         try:
@@ -320,6 +335,13 @@ def map_arrays(function: Callable[[Array], Array], nested: T) -> T:
 def arrays_in(nested: object, path: str = "data") -> Iterator[tuple[str, Array]]:
     """Each tensor or numpy array in there, with the expression for it."""
     return leaves_in(nested, path, _is_array, lists=False)
+
+
+def _is_tensor(value: object) -> bool:
+    """One without a first size here: the others are columns."""
+    import torch
+
+    return isinstance(value, torch.Tensor) or (is_numpy_array(value) and value.ndim == 0)
 
 
 def _is_array(value: object) -> TypeGuard[Array]:

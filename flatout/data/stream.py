@@ -45,6 +45,11 @@ class Stream:
         self.last: tuple[int, int, int] | None = None
         """(epoch, position, checksum of the sample before it)."""
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks share each batch."""
+        return self._out.ranks
+
     def state_dict(self) -> StreamState:
         """Where the next batch begins."""
         state: StreamState = {"epoch": self.epoch, "position": self.position, "seed": self.seed}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -87,6 +88,13 @@ def _of_arrays(arrays: Mapping[str, Array], path: Path) -> InputFile:
     names = [name for name in arrays if name != LENGTHS]
     if not names:
         raise UsageError(f"{path} holds no inputs", limit=f"it holds {', '.join(arrays) or 'nothing'}")
+    if len(names) > 1 and all(re.fullmatch(r"arr_\d+", name) for name in names):
+        # What numpy.savez calls arrays without names: as keywords of a model they would only fail there.
+        limit = "several arrays are keyword arguments of the model, by their names, each with one row an input"
+        remedy = (
+            f"save one array with a row an input, np.savez(file, inputs=...), ragged ones flat, {LENGTHS!r} beside it"
+        )
+        raise UsageError(f"{path} holds {names[0]} to {names[-1]}, arrays without names", limit=limit, remedy=remedy)
     if LENGTHS in arrays:
         return _ragged({name: arrays[name] for name in names}, np.asarray(arrays[LENGTHS]), path)
     counts = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in names}

@@ -42,10 +42,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     found = load_object(spec, "tokenizer")
     if callable(found) and not hasattr(found, "encode"):
         found = found()
+    return as_tokenizer(found, spec)
+
+
+def as_tokenizer(found: object, name: str = "tokenizer") -> Tokenizer:
+    """The same object. UsageError if it has no encode or no decode; name: what the user called it."""
     if not _is_tokenizer(found):
-        missing = next(name for name in _METHODS if not callable(getattr(found, name, None)))
+        missing = next(method for method in _METHODS if not callable(getattr(found, method, None)))
         limit = "a tokenizer has encode(text) -> ids and decode(ids) -> text"
-        raise UsageError(f"{spec} is a {type(found).__name__} without {missing}", limit=limit)
+        remedy = "load it first, as with AutoTokenizer.from_pretrained(...)" if isinstance(found, str) else ""
+        raise UsageError(f"{name} is a {type(found).__name__} without {missing}", limit=limit, remedy=remedy)
     return found
 
 

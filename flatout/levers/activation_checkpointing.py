@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from flatout.errors import UsageError
+from flatout.levers.changing_buffers import ChangingBuffers, Context, FirstComputation, Recomputation, version_of
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.model_call import Call, set_call
@@ -24,11 +24,10 @@ from flatout.machine.description import Machine
 from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module
     from torch.utils.checkpoint import CheckpointPolicy
 
-Context: TypeAlias = AbstractContextManager[object]
+NO_BLOCK = "the model has no repeated block"
 
 
 class ActivationCheckpointing(Lever):
@@ -36,7 +35,8 @@ class ActivationCheckpointing(Lever):
 
     `block` keeps only each block's inputs. `selective` also keeps the results of matrix products, attention and
     convolutions, which cost most to recompute, but not in compiled blocks. Recomputation draws the same random
-    numbers. It saves memory and takes time, so `flatout tune` tries it only with `--fit`.
+    numbers, and finds the buffers that a block changes as they were. It saves memory and takes time, so `flatout tune`
+    tries it only with `--fit`.
 
     In a plan for `TrainStep`, `checkpointed_blocks` limits this to the first N blocks, whose activations live longest.
     """
@@ -53,10 +53,12 @@ class ActivationCheckpointing(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not any(module.repeated_block for module in observed.modules):
-            return refuse("the model has no repeated block")
+            return refuse(NO_BLOCK)
         return offer("selective", "block", reason="saves memory, costs time")
 
     def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
+        if not subject.any_model and not any(repeated_blocks(module) for module in subject.modules):
+            subject.note_incident(self.name, NO_BLOCK)
         return subject.modules.each(lambda module: _checkpoint_blocks(module, value == "selective", self.blocks))
 
     def wraps_blocks(self, value: Value) -> bool:
@@ -83,12 +85,11 @@ def _checkpoint_blocks(module: Module, selective: bool, count: int | None) -> Un
 def _checkpointed(block: Module, call: Call, selective: bool) -> Call:
     from torch.utils.checkpoint import checkpoint
 
-    from flatout.torch_private.modules import NormWithStatistics
-
     run: Call = checkpoint
     plain: dict[str, object] = {"context_fn": _keep_products} if selective else {}
-    norms = [one for one in block.modules() if isinstance(one, NormWithStatistics) and one.track_running_stats]
-    eager = {"context_fn": functools.partial(_with_statistics_kept, norms, selective)} if norms else plain
+    has_buffers, buffers = any(True for _ in block.buffers()), ChangingBuffers(block)
+    eager = {"context_fn": functools.partial(_with_buffers, buffers, selective)} if has_buffers else plain
+    kind = type(block).__name__
 
     @functools.wraps(call)
     def recomputed(*args: object, **kwargs: object) -> object:
@@ -96,42 +97,26 @@ def _checkpointed(block: Module, call: Call, selective: bool) -> Call:
 
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        context = plain if torch.compiler.is_compiling() else eager  # a compiled graph updates statistics once
-        return run(call, *args, use_reentrant=False, **context, **kwargs)
+        if torch.compiler.is_compiling():  # a compiled graph changes buffers once
+            return run(call, *args, use_reentrant=False, **plain, **kwargs)
+        inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        versions = [version_of(one) for one in inputs]
+        result = run(call, *args, use_reentrant=False, **eager, **kwargs)
+        if [version_of(one) for one in inputs] != versions:
+            raise UsageError(
+                f"a block of the model, {kind}, changes its input in place",
+                limit="activation checkpointing computes a block a second time, from the same input",
+                remedy="make its first operation one that is not in place, or drop activation_checkpointing",
+            )
+        return result
 
     return recomputed
 
 
-def _with_statistics_kept(norms: Sequence[Module], selective: bool) -> tuple[Context, Context]:
+def _with_buffers(buffers: ChangingBuffers, selective: bool) -> tuple[Context, Context]:
     forward, recomputation = _keep_products() if selective else (nullcontext(), nullcontext())
-    return forward, _StatisticsKept(norms, recomputation)
-
-
-class _StatisticsKept:
-    """A recomputation that updates copies of the running statistics: a batch counts once in them.
-
-    It may be entered again, for a second backward pass.
-    """
-
-    def __init__(self, norms: Sequence[Module], recomputation: Context) -> None:
-        self._norms, self._recomputation = norms, recomputation
-        self._before: list[dict[str, Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        self._before = [dict(norm._buffers) for norm in self._norms]
-        for norm, buffers in zip(self._norms, self._before, strict=True):
-            norm._buffers.update({name: None if one is None else one.clone() for name, one in buffers.items()})
-        self._recomputation.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        try:
-            return self._recomputation.__exit__(kind, error, trace)
-        finally:
-            for norm, buffers in zip(self._norms, self._before, strict=True):
-                norm._buffers.update(buffers)
-            self._before = []
+    first = FirstComputation(buffers, forward)
+    return first, Recomputation(first, recomputation)
 
 
 def _keep_products() -> tuple[Context, Context]:

@@ -3,6 +3,10 @@
 A convolution with an NHWC input has an NHWC output, and the operations between two convolutions keep the layout: only
 the input of the first one has to be converted. Weights, gradients and optimizer state keep the script's layout, so
 views, flattening and saving work as before. The model's outputs have the layout that they would have without the lever.
+
+Random numbers fill a tensor in the order of its memory. So dropout sees the script's layout, or other activations would
+be dropped. A checkpointed part runs as torch has it, which computes it again outside of the model's call: from the same
+input come the same layouts, and so the same random numbers. (Where the input is NHWC, they are not the script's.)
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import TYPE_CHECKING
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Wrapper
+from flatout.levers.training_call import is_checkpointing
 from flatout.machine.description import Machine
 from flatout.precision.outputs import outputs_changed
 from flatout.replaced import replaced
@@ -30,8 +35,9 @@ Gradients = Callable[..., "tuple[Tensor | None, ...]"]
 class ChannelsLast(Lever):
     """Lay out images as NHWC, which the convolutions of oneDNN and Tensor Cores prefer.
 
-    Inputs of convolutions are converted inside the calls that train. Weights, gradients, optimizer state and the
-    model's outputs keep the script's layout, so flattening and saving work as before.
+    Inputs of convolutions are converted inside the calls that train, but not in checkpointed parts. Weights,
+    gradients, optimizer state and the model's outputs keep the script's layout, so saving them and flattening outputs
+    work as before. Inside the model an activation may need `reshape` or `flatten` in place of `view`.
     """
 
     name = "channels_last"
@@ -63,18 +69,18 @@ def _call_around() -> Wrapper:
     """torch's own functions are restored after each call: `torch.jit.script` accepts no others."""
     from torch.nn import functional
 
-    plain = functional.conv2d, functional.conv_transpose2d
-    ours = tuple(_laying_out(original) for original in plain)
+    plain = functional.conv2d, functional.conv_transpose2d, functional.dropout
+    ours = _laying_out(plain[0]), _laying_out(plain[1]), _dropping_as_before(plain[2])
 
     def wrapper(module: Module, call: Callable[[], object]) -> object:
-        if (functional.conv2d, functional.conv_transpose2d) != plain:  # replaced by another thread, or by the script
-            return call()
-        # By hand, and not with `replaced`: that would make two wrappers for each call, one around the other.
-        functional.conv2d, functional.conv_transpose2d = ours
+        if (functional.conv2d, functional.conv_transpose2d, functional.dropout) != plain:
+            return call()  # replaced by another thread, or by the script
+        # By hand, and not with `replaced`: that would make wrappers for each call, one around the other.
+        functional.conv2d, functional.conv_transpose2d, functional.dropout = ours
         try:
             result = call()
         finally:
-            functional.conv2d, functional.conv_transpose2d = plain
+            functional.conv2d, functional.conv_transpose2d, functional.dropout = plain
         return outputs_changed(result, _as_before)
 
     return wrapper
@@ -87,10 +93,27 @@ def _laying_out(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def convolution(input: Tensor, *args: object, **kwargs: object) -> Tensor:
-        laid_out = input.contiguous(memory_format=last) if input.dim() == 4 else input
-        return original(laid_out, *args, **kwargs)
+        if input.dim() != 4 or is_checkpointing():
+            return original(input, *args, **kwargs)
+        return original(input.contiguous(memory_format=last), *args, **kwargs)
 
     return convolution
+
+
+def _dropping_as_before(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    import torch
+
+    @functools.wraps(original)
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        # A reentrant checkpoint runs without gradients, and is computed again by torch's own functions.
+        draws = training and p > 0 and torch.is_grad_enabled() and not is_checkpointing()
+        before = _as_before(input) if draws else input
+        if before is input:
+            return original(input, p, training, inplace)
+        dropped = original(before, p, training)
+        return input.copy_(dropped) if inplace else dropped.contiguous(memory_format=torch.channels_last)
+
+    return dropout
 
 
 def _as_before(tensor: Tensor) -> Tensor:

@@ -58,7 +58,13 @@ class FusedOptimizer(Lever):
         def visit(optimizer: Optimizer) -> Undo[Optimizer] | None:
             seen = see_optimizer(optimizer)
             fits = seen.can_fuse if value == "fused" else seen.can_foreach
-            return None if seen.obstacle or not fits else _switch(optimizer, str(value))
+            if not seen.obstacle and fits:
+                return _switch(optimizer, str(value), lambda why: subject.note_incident(self.name, why))
+            is_so_already = all(group.get(str(value)) for group in optimizer.param_groups)
+            if not subject.any_model and not is_so_already:  # a script may have others that it fits
+                why = seen.obstacle or f"{seen.kind} has no {value} implementation for these parameters and settings"
+                subject.note_incident(self.name, why)
+            return None
 
         return subject.optimizers.each(visit)
 
@@ -66,10 +72,19 @@ class FusedOptimizer(Lever):
         return f"{value} optimizer"
 
 
-def _switch(optimizer: Optimizer, value: str) -> Undo[Optimizer]:
+def _switch(optimizer: Optimizer, value: str, report: Callable[[str], None]) -> Undo[Optimizer]:
     flags: dict[str, bool | None] = {"fused": value == "fused", "foreach": value == "foreach"}
     unset = dict.fromkeys(flags)
     prepare = _Preparation() if value == "fused" else None
+
+    def prepare_dense(optimizer: Optimizer) -> None:
+        """Fused kernels take no sparse gradients, which only now are known to be sparse."""
+        if any(one.grad is not None and one.grad.is_sparse for one in parameters_of(optimizer)):
+            report("its gradients are sparse")
+            _set_flags(optimizer, unset)
+            _move_step_counters(optimizer, to_device=False)
+        elif prepare is not None:
+            prepare(optimizer)
 
     def before(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         _set_flags(optimizer, flags)
@@ -78,10 +93,10 @@ def _switch(optimizer: Optimizer, value: str) -> Undo[Optimizer]:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer itself
         if closure is None:
-            prepare(optimizer)
+            prepare_dense(optimizer)
             return None
         others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], _prepared(optimizer, closure, prepare), *args[2:]), others
+        return (args[0], _prepared(optimizer, closure, prepare_dense), *args[2:]), others
 
     def after(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         _set_flags(optimizer, unset)
@@ -97,7 +112,9 @@ def _switch(optimizer: Optimizer, value: str) -> Undo[Optimizer]:
     return undo
 
 
-def _prepared(optimizer: Optimizer, closure: Callable[[], object], prepare: _Preparation) -> Callable[[], object]:
+def _prepared(
+    optimizer: Optimizer, closure: Callable[[], object], prepare: Callable[[Optimizer], None]
+) -> Callable[[], object]:
     """A closure computes the gradients inside the step: they can be prepared only after it has run."""
 
     @functools.wraps(closure)

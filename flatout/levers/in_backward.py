@@ -2,7 +2,8 @@
 
 The updates are those of the same optimizer on the same gradients, so the weights are bit-identical. Anything that needs
 all gradients before the first update (clipping, scaling, checking for NaN, accumulation, DDP) rules it out, and so does
-anything that could look at weights or gradients in between.
+anything that could look at weights or gradients in between. A parameter whose gradient comes in several parts (a layer
+in several reentrant checkpoints, a backward pass inside another) cannot be updated with the first: the second raises.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class UpdatesInBackward:
         self._optimizer = optimizer
         self._groups: dict[Tensor, dict[str, object]] = {}
         self._handles: dict[Tensor, RemovableHandle] = {}
+        self._updated: set[int] = set()
+        """By identity, the parameters updated since `follow`."""
         self.follow()
 
     def follow(self) -> None:
@@ -41,6 +44,7 @@ class UpdatesInBackward:
 
         Loading a state replaces the groups, and parameters may be added or unfrozen at any time.
         """
+        self._updated.clear()
         self._groups = {one: group for group in self._optimizer.param_groups for one in group["params"]}
         for parameter in self._groups:
             if parameter.requires_grad and parameter not in self._handles:
@@ -51,10 +55,17 @@ class UpdatesInBackward:
             handle.remove()
 
     def update(self, parameter: Tensor) -> None:
-        """Step this parameter alone, and free its gradient."""
+        """Step this parameter alone, and free its gradient. UsageError for its second gradient since `follow`."""
         group = self._groups.get(parameter)
         if group is None:  # it has left the optimizer
             return
+        if id(parameter) in self._updated:
+            raise UsageError(
+                f"a parameter of shape {list(parameter.shape)} got another gradient after its update in this step",
+                limit="optimizer_in_backward updates with the first gradient, which has to be the whole one",
+                remedy="drop it, or use checkpoints with use_reentrant=False and no backward() inside the loss",
+            )
+        self._updated.add(id(parameter))
         groups = self._optimizer.param_groups
         alone = {**group, "params": [parameter]}
         self._optimizer.param_groups = [alone]

@@ -83,6 +83,10 @@ class Tracker:
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         """Storage -> (allocation's index, bytes that the storage shows, the storage)."""
         self._held_bytes = self._peak_bytes = 0
+        self._delayed: tuple[int, Tensor, str] | None = None
+        """A sum that the autograd engine would make in place: (storage of its first term, the sum, operation)."""
+        self._node = (-1, 0)
+        """The autograd node that runs, by its number, and how many allocations there were when it began."""
         self._kept: set[tuple[str, bool]] = set()
         """Workspaces that stay: their name, and whether the thread that runs backward passes took them."""
         self._modules: list[str] = []
@@ -168,6 +172,7 @@ class Tracker:
 
     def timeline(self) -> Timeline:
         """Everything so far. Storages still alive have no end."""
+        self._count_delayed()
         if self._phase == "backward":
             self._name_gradients()
         return Timeline(list(self._allocations), list(self._events))
@@ -199,8 +204,9 @@ class Tracker:
         results = [out] if isinstance(out, Tensor) else tree_leaves(out) if out is not None else []
         workspace = self._workspace_of(operation, args, kwargs, out) if self._workspace_of is not None else None
         if workspace is None:
-            for one in results:
-                self.see(one, name)
+            if not self._is_in_place_unfollowed(name, args, out):
+                for one in results:
+                    self.see(one, name)
             return
         device = _device_of(results, args)
         for kept, size_bytes in workspace.kept_bytes.items():
@@ -212,6 +218,30 @@ class Tracker:
             self.see(one, name, workspace.returned_bytes.get(number, 0))
         if workspace.inside_bytes > 0:
             self._dies(self._born(name, workspace.inside_bytes, (), "", device))
+
+    def _is_in_place_unfollowed(self, name: str, args: Sequence[object], out: object) -> bool:
+        """Is this the engine summing up gradients of one tensor? It adds in place, but not under a dispatch mode.
+
+        Whether it would depends on who else holds the first term. So the sum is counted when that term has ended,
+        in its stead, or when the next operation begins and it is still there.
+        """
+        if name != "add.Tensor" or self._phase != "backward" or torch.is_grad_enabled():
+            return False
+        first = args[0] if len(args) == 2 else None
+        if not isinstance(first, Tensor) or not isinstance(out, Tensor) or not _is_dense(first):
+            return False
+        key, known = identity(first), self._alive.get(identity(first))
+        if known is None or known[0] >= self._node[1] or known[1] != out.untyped_storage().nbytes():
+            return False  # a node's own formula sums up what it made itself; the engine, what another node made before
+        if identity(out) in self._alive:
+            return False
+        self._delayed = key, out, name
+        return True
+
+    def _count_delayed(self) -> None:
+        if self._delayed is not None:
+            (_, tensor, name), self._delayed = self._delayed, None
+            self.see(tensor, name)
 
     def _see_plain(self, tensor: Tensor, operation: str, size_bytes: int) -> int | None:
         try:
@@ -283,6 +313,8 @@ class Tracker:
             return
         del self._alive[key]
         self._dies(entry[0])
+        if self._delayed is not None and self._delayed[0] == key:
+            self._count_delayed()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -297,6 +329,7 @@ class Tracker:
 
     def _stop(self) -> None:
         self._finished = True  # what is freed from now on outlived the tracking
+        self._delayed = None
 
     # where things come from
 
@@ -309,8 +342,13 @@ class Tracker:
 
     def operation_starts(self) -> None:
         """Note the phase, and in a forward which autograd nodes come from where."""
+        self._count_delayed()
         if current_graph_task() != -1:
             self._enter_phase("backward")
+            node = current_node()
+            number = node_number(node) if node is not None else -1
+            if number != self._node[0]:
+                self._node = number, len(self._allocations)
             return
         self._enter_phase("optimizer" if self._in_optimizer else "forward")
         if self._in_optimizer or not torch.is_grad_enabled():
@@ -394,6 +432,18 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 
 def _device_of(*values: object) -> str:
     return next((one.device.type for one in tree_leaves(values) if isinstance(one, Tensor)), "cpu")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Does it fill its memory, each place once, in whatever order of dimensions?"""
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return False
+    size = 1
+    for stride, length in sorted((tensor.stride(dim), tensor.shape[dim]) for dim in range(tensor.dim())):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
 
 
 def identity(tensor: Tensor) -> int:

@@ -21,7 +21,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 def autocast_call(precision: str) -> Callable[[nn.Module, Callable[[], object]], object]:
     """A wrapper for outermost module calls: autocast inside, fp32 outside.
 
-    A loss without weights stays as it is, and so does a call that stands in autocast already: that one is the caller's.
+    A loss without weights stays as it is, and so does a module whose weights are not fp32, whose outputs are of its own
+    dtype, and a call that stands in autocast already: that one is the caller's.
     """
     import torch
 
@@ -29,7 +30,7 @@ def autocast_call(precision: str) -> Callable[[nn.Module, Callable[[], object]],
 
     def wrapper(module: nn.Module, call: Callable[[], object]) -> object:
         weight = next(module.parameters(), None)
-        if weight is None or torch.is_autocast_enabled(weight.device.type):
+        if weight is None or weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type):
             return call()
         with torch.autocast(weight.device.type, dtype=dtype):
             result = call()

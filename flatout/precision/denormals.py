@@ -62,17 +62,19 @@ def torch_flag(on: bool) -> None:
 
 
 def flushed_here() -> bool:
-    """Does the calling thread return 0 for a product that is denormal?"""
+    """Does the calling thread return 0 for an fp32 product that is denormal?"""
     import torch
 
-    return bool((torch.tensor([DENORMAL]) * 0.5 == 0).all())
+    # Not in torch's default dtype, of which DENORMAL may be no denormal, nor on its default device.
+    return bool((torch.tensor([DENORMAL], dtype=torch.float32, device="cpu") * 0.5 == 0).all())
 
 
 def flushed_everywhere() -> bool:
-    """Do all threads return 0 for a product that is denormal?"""
+    """Do all threads return 0 for an fp32 product that is denormal?"""
     import torch
 
-    return bool(((torch.full((PARALLEL_ELEMENTS,), DENORMAL) * 0.5) == 0).all())
+    values = torch.full((PARALLEL_ELEMENTS,), DENORMAL, dtype=torch.float32, device="cpu")
+    return bool((values * 0.5 == 0).all())
 
 
 def _openmp() -> ctypes.CDLL | None:

@@ -22,6 +22,7 @@ from flatout.parallel.launching.events import (
     Stopping,
 )
 from flatout.parallel.launching.rank_count import RankCount
+from flatout.report.live_text import printable
 from flatout.units import counted, format_seconds
 
 PREFIX = "[flatout] "
@@ -88,7 +89,7 @@ def _failed(event: RankFailed) -> str:
         signal_name = _signal_name(event.signal)
         hint = f" ({_HINTS[signal_name]})" if signal_name in _HINTS and event.again is None else ""
         return f"{name} was killed by {signal_name}{hint}"
-    said = f": {event.exception}" if event.exception else ""
+    said = f": {printable(event.exception)}" if event.exception else ""
     where = f" ({event.where})" if event.where else ""
     return f"{name} failed with exit status {event.status}{said}{where}"
 

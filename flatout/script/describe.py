@@ -18,6 +18,7 @@ from flatout.levers.compile import repeated_blocks, shapes_of
 from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
+from flatout.precision.denormals import flushed_here
 from flatout.precision.matmul import current_matmul_precision
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
@@ -95,7 +96,7 @@ def observe(
         scaler_in_script=watch.saw_scaler,
         compiled_in_script=watch.saw_compile,
         matmul_precision=current_matmul_precision(),
-        flush_denormals=bool((torch.tensor([1e-40]) * 0.5 == 0).all()),
+        flush_denormals=flushed_here(),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         names_device=names_device(getattr(sys.modules.get("__main__"), "__file__", None)),
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),

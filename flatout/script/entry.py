@@ -28,6 +28,9 @@ from flatout.tracebacks import own_frames_removed
 RUNPY_AND_ITS_OWN = ("runpy", "types", "contextlib", "warnings", "importlib.machinery")
 """What Python has imported before `python -m` runs a module's first line."""
 
+LOOKED_AT_BYTES = 4096
+"""Of a script's start: enough for the first line of a zip application, which names its interpreter, and a header."""
+
 _replaced: list[ModuleType] = []
 
 
@@ -66,7 +69,8 @@ class Target:
         return os.path.dirname(os.path.realpath(self.path)) if self.path is not None else os.getcwd()
 
     def check_exists(self) -> None:
-        """Refuse a script that does not exist; other errors are left to Python."""
+        """Refuse a script that does not exist, or that Python runs although it is no source; other errors are left to
+        Python."""
         if self.path is None:
             return
         path = Path(self.path)
@@ -78,6 +82,10 @@ class Target:
             raise UsageError(f"no such script: {self.path}", remedy=f"looked in {os.getcwd()}")
         if path.is_dir():
             raise UsageError(f"{self.path} is a folder", limit="a script is a file", remedy="run a package with -m")
+        if (kind := _other_than_source(path)) is not None:
+            raise UsageError(
+                f"{self.path} is {kind}", limit="a script is Python source", remedy="name the source it was made from"
+            )
 
     def check(self) -> None:
         """Refuse what Python could not start, before minutes are spent on it."""
@@ -98,6 +106,22 @@ class Target:
             ) from None
         except ValueError as error:
             raise ScriptError(f"{self.path} is not Python source: {error}") from None
+
+
+def _other_than_source(path: Path) -> str | None:
+    """What it is of that which Python runs although it is no source; None: nothing of these."""
+    try:
+        if not path.is_file():  # a pipe can be read only once
+            return None
+        with path.open("rb") as file:
+            start = file.read(LOOKED_AT_BYTES)
+    except OSError:
+        return None
+    if b"\0" not in start:
+        return None
+    if start[2:4] == b"\r\n":  # behind the number of the version
+        return "a compiled file"
+    return "a zip application" if b"PK\x03\x04" in start else None
 
 
 def execute(target: Target, failed: Callable[[BaseException], object] = lambda error: None) -> int:

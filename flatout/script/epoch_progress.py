@@ -72,6 +72,8 @@ def progress(watch: Watch, epochs: EpochStarts, *, steps: int, first_step_at: fl
     began, before = epochs.began_at if epochs.began_at is not None else (first_step_at, 0)
     done = steps - before
     batches, unclear = _batches_a_step(watch.batches_yielded(loaders[0]), done)
+    if unclear == TOO_EARLY:  # as in an epoch of fewer steps than that, where the one before shows it
+        batches = _batches_a_step_before(known_length(loaders[0]), epochs.steps_in_last)
     total, why = _steps_total(loaders[0], epochs, batches)
     size = loaders[0].batch_size
     return Progress(
@@ -95,6 +97,11 @@ def _batches_a_step(yielded: int | None, done: int) -> tuple[int | None, str]:
         return None, TOO_EARLY
     each = yielded // done
     return (each, "") if each and yielded - each * done <= MOST_AHEAD * each else (None, BATCHES_UNCLEAR)
+
+
+def _batches_a_step_before(length: int | None, steps: int | None) -> int | None:
+    """length: in batches, of the epoch before."""
+    return length // steps if length and steps and length % steps == 0 else None
 
 
 def _steps_total(loader: DataLoader[object], epochs: EpochStarts, batches: int | None) -> tuple[int | None, str]:

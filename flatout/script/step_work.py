@@ -110,10 +110,11 @@ def _tensors_among(values: object) -> Iterator[torch.Tensor]:
 
 
 def _denormal_slowdown() -> float:
-    """Slowdown of an addition, by the quickest of a few repetitions."""
+    """Slowdown of an addition of fp32 values, by the quickest of a few repetitions."""
 
     def seconds(value: float) -> float:
-        values = torch.full((MOST_VALUES // 4,), value)
+        # Not the script's default dtype and device: 1e-40 is no denormal in fp64.
+        values = torch.full((MOST_VALUES // 4,), value, dtype=torch.float32, device="cpu")
         return min(_seconds(lambda: values + values) for _ in range(TURNS))
 
     return max(1.0, seconds(1e-40) / seconds(1.0))

@@ -44,6 +44,7 @@ def find_target(device: str | torch.device | None, model: nn.Module) -> Target:
 def _device_named(device: str | torch.device | None, model: nn.Module) -> Target:
     import torch
 
+    of_model = device is None
     if device is None:
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
     if isinstance(device, torch.device):
@@ -51,9 +52,15 @@ def _device_named(device: str | torch.device | None, model: nn.Module) -> Target
     names = "it is 'cpu', 'cuda', 'cuda:0' or a GPU of the catalogue, such as 'rtx-4090'"
     if not isinstance(device, str):
         raise UsageError(f"device is {device!r}", limit=names)
-    if device == "cpu":
+    if device in ("cpu", "cpu:0"):
         return Target(name="cpu", cuda=False)
     kind, colon, number = device.partition(":")
+    if of_model and kind != "cuda":
+        raise UsageError(
+            f"the model is on {device!r}",
+            limit="memory is known on the CPU and on CUDA",
+            remedy="move it there, or name what to forecast for: flatout.forecast(step, batch, device='h100')",
+        )
     if kind == "cuda":
         present = torch.cuda.device_count() if torch.cuda.is_available() else None
         if colon and (not number.isdecimal() or (present is not None and int(number) >= present)):

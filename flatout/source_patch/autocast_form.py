@@ -32,12 +32,25 @@ from flatout.source_patch.tuned_loop import TunedLoop
 
 TO_FP32 = '''def {name}(value):
     """The bf16 tensors in `value` as fp32."""
+    import copy
+    import dataclasses
+
     if isinstance(value, {torch}.Tensor):
         return value.float() if value.dtype == {torch}.bfloat16 else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map({name}, value))
     if type(value) in (tuple, list):
         return type(value)(map({name}, value))
-    if type(value) is dict:
-        return {{key: {name}(one) for key, one in value.items()}}
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        for key, one in value.items():
+            changed[key] = {name}(one)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(changed, field.name, {name}(getattr(value, field.name)))
+        return changed
     return value
 '''
 SAME_IN_BF16 = frozenset(("argmax", "argmin", "size", "shape", "dim", "numel", "ndim"))

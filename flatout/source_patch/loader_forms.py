@@ -140,6 +140,10 @@ def _fetch_whole(sources: Sources, choice: str, loader: Value, given: dict[str, 
         raise NoSourceForm(f"{_place(file, call)}: shuffle is {shuffle}")
     if "generator" in given and not dotted(given["generator"].value):
         raise NoSourceForm(f"{_place(file, call)}: the generator has no name by which the sampler could share it")
+    if code.get("batch_size") == "None":
+        raise NoSourceForm(f"{_place(file, call)}: with batch_size=None the loader makes no batches")
+    if "sampler" in given and _is_none(sources, file, call, given["sampler"].value):
+        del code["sampler"]
     names = _sampler_names(sources, file, choice, "BatchSampler", *_order(code, shuffle))
     generator = f", generator={code['generator']}" if shuffle == "True" and "generator" in code else ""
     sampler = code.get("sampler", "")
@@ -161,6 +165,15 @@ def _fetch_whole(sources: Sources, choice: str, loader: Value, given: dict[str, 
         return made
 
     sources.edits.add(Replacement(file=file, node=call, choice=choice, change=change))
+
+
+def _is_none(sources: Sources, file: SourceFile, call: cst.Call, sampler: cst.BaseExpression) -> bool:
+    """Has the loader no sampler, as where a name for one is None? A BatchSampler of None would fail."""
+    values = sources.values(file, sampler)
+    none = [isinstance(one.node, cst.Name) and one.node.value == "None" for one in values or ()]
+    if not none or any(none) != all(none):
+        raise NoSourceForm(f"{_place(file, call)}: the source does not show whether the sampler is None")
+    return all(none)
 
 
 def _order(code: dict[str, str], shuffle: str) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ def compile_model(sources: Sources, choice: str, value: ChoiceValue, tuned: Tune
             for one in step.calls:
                 _rename(sources, step.file, one.func, choice, name)
             return _drawn(value)
-    where = _before_loop(step.file, step.backward, step.model)
+    where = _before_training(step)
     sources.edits.insert(step.file, where, choice, f"{name} = {torch}.compile({step.model}, {how})\n")
     for one in step.calls:
         _rename(sources, step.file, one.func, choice, name)
@@ -159,6 +159,18 @@ def _sees_names_of(step: TrainingStep, call: cst.Call) -> bool:
     return around is None or around is step.file.function_of(step.function)
 
 
+def _before_training(step: TrainingStep) -> Statement:
+    """The outermost loop around the step, in its function, in which the model stays the same. Without one the lines
+    there run in every step."""
+    where = _before_loop(step.file, step.backward, step.model)
+    if where is step.file.statement_of(step.backward):
+        place = f"{step.file.path.name}:{step.file.lines(step.backward)[0]}"
+        raise NoSourceForm(
+            f"{place}: no loop is around the step in its function, before which {step.model} is compiled"
+        )
+    return where
+
+
 def _before_loop(file: SourceFile, node: cst.CSTNode, model: str) -> Statement:
     """The outermost loop around `node`, in its function, in which the model stays the same; or its own statement."""
     function = file.function_of(node)
@@ -181,14 +193,15 @@ def _compile_blocks(sources: Sources, choice: str, step: TrainingStep, block: st
     classes = sources.classes(block)
     if not classes:
         raise NoSourceForm(f"the blocks are of torch's own class {block}, which cannot be compiled in place")
-    file, where, model = step.file, _before_loop(step.file, step.backward, step.model), step.model
-    caller = _only_caller(sources, step)
-    if caller is not None:
-        argument = _argument_of_model(step, *caller)
-        if argument is not None or (not _is_parameter(step) and "." not in model and not _bound_in(step)):
-            file, call = caller
-            model = dotted(argument.value) if argument is not None else model
-            where = _before_loop(file, call, model)
+    file, model, caller = step.file, step.model, _only_caller(sources, step)
+    argument = None if caller is None else _argument_of_model(step, *caller)
+    by_caller = argument is not None or (not _is_parameter(step) and "." not in model and not _bound_in(step))
+    if caller is not None and by_caller:
+        file, call = caller
+        model = dotted(argument.value) if argument is not None else model
+        where = _before_loop(file, call, model)
+    else:
+        where = _before_training(step)
     name = sources.fresh_name(file, "repeated_block")
     known = file.find(cst.ClassDef) if classes[0][0] is file else ()
     seen = any(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -20,6 +21,7 @@ from flatout.checkpoint.capturing import check_object_names
 from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches, batches_of
+from flatout.data.stream import Stream
 from flatout.errors import UsageError
 from flatout.train.fit_run import Evaluation, Run, Source, needs_metric
 from flatout.train.interruption import Stop, stop_on_signals
@@ -114,8 +116,8 @@ def fit(
     With `checkpoints` (or a folder) the run resumes from the newest intact checkpoint: the step with all that it
     trains, the position in the data, random states, average, schedule, patience, logs (see `flatout.train.loggers`) and
     `objects`, further objects with state_dict() by name. `progress` shows a bar; by default on a terminal. With several
-    ranks each calls it with the same arguments; figures are averaged over the ranks, the first rank logs, and when
-    asked to stop they stop after the same step.
+    ranks each calls it with the same arguments; figures are averaged over the ranks that have them, the first rank
+    logs, and when asked to stop they stop after the same step.
 
     On SIGTERM and Ctrl-C the current step or evaluation is finished, or the wait for data broken off; then everything
     is saved, and fit raises SystemExit(143) for SIGTERM, KeyboardInterrupt for Ctrl-C. A second Ctrl-C ends it at once,
@@ -134,6 +136,7 @@ def fit(
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.together, step.device), run.source
     _check_passes(source, epochs, steps)
     _check_unused(step, source, epochs)
+    _warn_of_lone_ranks(step, source)
     _ask_again(run, stop_when)
     with (
         run.logging(),
@@ -377,6 +380,17 @@ def _check_unused(step: TrainStep, source: Source, epochs: int | None) -> None:
             f"the data is at the end of epoch {source.epoch}, and this step has taken no step",
             limit=f"epochs is {epochs}, counted from the first of the data",
             remedy="make the data anew for each training: flatout.batches(...)",
+        )
+
+
+def _warn_of_lone_ranks(step: TrainStep, source: Source) -> None:
+    """Only a warning: hooks of the script's own may average the gradients."""
+    if isinstance(source, Batches | Stream) and source.ranks > 1 and step.together is None:
+        warnings.warn(
+            f"each of the {source.ranks} ranks trains a model of its own, on its share of the samples: the plan has no "
+            "`parallel`, and the model is in no DistributedDataParallel; pass Plan(parallel='ddp') to TrainStep and "
+            "batches, or rank=0, ranks=1 to batches where each is to have all samples",
+            stacklevel=3,
         )
 
 

@@ -230,6 +230,18 @@ class Run:
     def begin_epoch(self) -> None:
         if self.source.position == 0:
             self.means.begin()
+        if self.step.together is not None and isinstance(self.source, GivenBatches):
+            self._check_counts(self.source.count)
+
+    def _check_counts(self, here: int | None) -> None:
+        """UsageError, on every rank, for batches of other numbers: a rank without one would never join the others."""
+        counts = gathered(here, self.step.together)
+        if None not in counts and len(set(counts)) > 1:
+            raise UsageError(
+                f"the ranks have different numbers of batches: {', '.join(map(str, counts))}",
+                limit="all take part in every step",
+                remedy="give each as many, or let flatout.batches(dataset, batch_size, plan) share them among ranks",
+            )
 
     def end_epoch(self, evaluation: Evaluation | None, *, whole: bool) -> dict[str, float]:
         """Evaluate, and record the figures; schedule and patience only count whole epochs."""

@@ -260,7 +260,7 @@ def _has_state(logger: object) -> TypeGuard[Stateful]:
 
 
 def _is_of_a_step(figures: Mapping[str, float]) -> bool:
-    return "batch_loss" in figures
+    return "batch_loss" in figures and "epoch" not in figures
 
 
 def _umask() -> int:

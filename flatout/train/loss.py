@@ -141,7 +141,7 @@ class Supervised:
         if targets.is_floating_point() or ignored is None:
             return targets.numel()
         valid, class_weights = targets != ignored, _setting(self.criterion, "weight")
-        if class_weights is not None:
+        if isinstance(class_weights, torch.Tensor) and class_weights.dim() == 1:  # a criterion's own may be anything
             valid = class_weights[targets.clamp(0, len(class_weights) - 1)] * valid
         total: Tensor = valid.sum()
         return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.errors import NumericsError
@@ -182,8 +183,8 @@ def gathered(value: T, group: ProcessGroup | None) -> list[T]:
 
 
 def mean_figures(figures: Mapping[str, float], group: ProcessGroup | None) -> dict[str, float]:
-    """The means over the ranks of the figures that all of them have, so that all ranks decide alike."""
+    """The mean of each figure over the ranks that have it, the same on all ranks: they decide alike. A script may
+    evaluate on one of them."""
     every = gathered(dict(figures), group)
-    if len(every) == 1:
-        return dict(figures)
-    return {name: sum(one[name] for one in every) / len(every) for name in figures if all(name in one for one in every)}
+    by_name = {name: [one[name] for one in every if name in one] for name in dict.fromkeys(chain.from_iterable(every))}
+    return {name: sum(values) / len(values) for name, values in by_name.items()}

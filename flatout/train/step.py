@@ -333,6 +333,14 @@ class TrainStep:
         if self._update.scaler is not None and state["scaler"]:
             self._update.scaler.load_state_dict(state["scaler"])
 
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """Raises UsageError: its levers act on its own model and optimizer, in this process."""
+        raise UsageError(
+            "a TrainStep cannot be copied or pickled",
+            limit="it acts on its own model and optimizer, in this process",
+            remedy="copy those and make another from the copies; flatout.capture(step) is for saving",
+        )
+
     # inside
 
     def _no_training(self) -> UsageError:

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.environment import variables
 from flatout.errors import TrialError
 from flatout.script.child_command import child_command
 from flatout.statistics import median
@@ -75,16 +76,17 @@ def own_start_seconds(folder: Path) -> float:
     script = folder / "empty.py"
     script.write_text("")
     flatout = child_command("flatout", "run", "--no-plan", "--no-report", str(script))
+    environment = {**variables(), "FLATOUT_RUNS_DIR": str(folder)}  # `flatout watch` shows the user's runs alone
     differences = []
     for _ in range(STARTS):
-        plain, ours = (_seconds(command) for command in ([sys.executable, str(script)], flatout))
+        plain, ours = (_seconds(command, environment) for command in ([sys.executable, str(script)], flatout))
         differences.append(ours - plain)
     return max(0.0, median(differences))
 
 
-def _seconds(command: list[str]) -> float:
+def _seconds(command: list[str], environment: dict[str, str]) -> float:
     began = time.perf_counter()
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
     if ended.returncode != 0:
         raise TrialError(f"{' '.join(command[-2:])} ended with code {ended.returncode}")
     return time.perf_counter() - began

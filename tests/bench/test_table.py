@@ -205,6 +205,10 @@ def test_a_result_comes_back_from_json_and_reads_the_same() -> None:
     assert again.workloads[0].rows[0].losses == (2.5,) * 8
     with pytest.raises(TypeError, match="missing"):
         BenchResult.from_json({**found.to_json(), "workloads": [{}]})
+    document = json.loads(json.dumps(found.to_json()))
+    document["workloads"][0]["rows"][0]["seconds"] = [0.0]
+    with pytest.raises(TypeError, match="plain torch has no times above 0"):
+        BenchResult.from_json(document)
 
 
 def test_the_text_says_who_is_how_fast() -> None:

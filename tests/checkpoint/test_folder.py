@@ -211,3 +211,20 @@ def test_a_folder_keeps_its_lock_until_it_has_its_name(tmp_path: Path, monkeypat
     save_all(Checkpoints(tmp_path), {1: None})
     assert abandoned == []
     assert not (tmp_path / "000001-step-1" / disk.LOCK).exists()
+
+
+def test_another_process_that_saves_in_the_same_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def after_another(source: Any, target: Any) -> None:
+        if Path(target).name == "000001-step-5" and not Path(target).exists():
+            Path(target).mkdir()
+            (Path(target) / "manifest.json").write_text("{}")
+        rename(source, target)
+
+    monkeypatch.setattr(disk.os, "rename", after_another)
+    with pytest.raises(UsageError, match="another process has saved one there under the same name"):
+        Checkpoints(tmp_path).save({"extra": 1}, step=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step-5"]

@@ -102,6 +102,7 @@ def test_claims_are_chosen_by_name_and_none_measured_is_a_failure(
         (["tabel"], "it is one of table, claims, show"),
         (["show"], "nothing to show"),
         (["show", "no.json"], "cannot read no.json"),
+        (["--budget", "0s"], "--budget is 0s; it is above 0"),
         (["table", "a.json"], "only 'show' takes files"),
         (["--only", "resnet51"], "--only 'resnet51'; there are resnet50-training"),
         (["--only", ","], "--only ','"),
@@ -128,6 +129,10 @@ def test_other_documents_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFix
     other, broken = tmp_path / "other.json", tmp_path / "broken.json"
     other.write_text(json.dumps({"flatout": {"document": "run", "schema": 1}}))
     broken.write_text(json.dumps({"flatout": {"document": "bench", "schema": 1}, "workloads": 3}))
+    nameless = tmp_path / "nameless.json"
+    nameless.write_text(json.dumps({"flatout": {"schema": 1}}))
+    assert main(["bench", "show", str(nameless)]) == 2
+    assert "is a None document" in capsys.readouterr().err
     assert main(["bench", "show", str(other)]) == 2
     assert "is a 'run' document" in capsys.readouterr().err
     assert main(["bench", "show", str(broken)]) == 2

@@ -104,6 +104,13 @@ def fails():
     raise RuntimeError("no weights")
 def lazy():
     return nn.LazyLinear(3)
+class Unbegun(nn.Module):
+    def __init__(self):
+        self.width = 3
+class Unhashable(nn.Linear):
+    __hash__ = None
+    def __init__(self):
+        super().__init__(2, 2)
 fine = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 number = 3
 """
@@ -147,6 +154,8 @@ def test_a_checked_model_is_one_document(capsys: pytest.CaptureFixture[str]) -> 
         ("net.py:number", "number"),
         ("net.py:fails", "no weights"),
         ("net.py:lazy", "no shape yet"),
+        ("net.py:Unbegun", "the __init__ of Unbegun does not call super().__init__(); call it first"),
+        ("net.py:Unhashable", "unhashable type: 'Unhashable'; make list(model.parameters()) work in plain Python"),
     ],
 )
 def test_what_is_no_model_is_refused(model: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

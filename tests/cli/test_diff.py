@@ -50,6 +50,21 @@ def test_a_patch_in_a_file(folder: Path) -> None:
     assert (folder / "a.patch").read_bytes().decode() == said_by(folder, "diff", "train.py").stdout
 
 
+@pytest.mark.parametrize("out", ["train.py", "parts.py", "flatout.toml", "link.patch"])
+def test_the_patch_replaces_nothing_that_it_is_made_of(folder: Path, out: str) -> None:
+    (folder / "train.py").write_text(f"import parts\n{PLAIN}")
+    (folder / "parts.py").write_text("x = 1\n")
+    (folder / "link.patch").symlink_to("train.py")
+    write(folder, optimizer="fused")
+    before = (folder / out).read_bytes()
+    said = said_by(folder, "diff", "--out", out, "train.py")
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr == (
+        f"error: --out is {out}; the patch would replace a file that is only read; name another file\n"
+    )
+    assert (folder / out).read_bytes() == before
+
+
 def test_one_document(folder: Path) -> None:
     said = said_by(folder, "diff", "--json", "train.py", "--epochs", "3")
     found = json.loads(said.stdout)

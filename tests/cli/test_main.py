@@ -129,6 +129,21 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert process.returncode == 141
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it takes Linux's /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    for words in (["--help"], ["--version"], ["report", "--help"]):
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "flatout", *words]
+            found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+        assert found.stderr == (
+            "error: cannot write the output: No space left on device; "
+            "free some space, or write to where there is some\n"
+        )
+        assert found.returncode == 2
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="it takes a shell of Unix")
 def test_closed_streams_are_no_error(tmp_path: Path) -> None:
     command = f'"{sys.executable}" -m flatout clean --dry-run'

@@ -130,6 +130,10 @@ def test_a_run_goes_on_only_with_the_same_weights_code_and_inputs(
         ),
         (["net.py:bert", "in.jsonl", "--out", "out", "--batch-size", "0"], "batch_size is 0"),
         (["net.py:bert", "in.jsonl"], "--out"),
+        (
+            ["net.py:bert", "in.jsonl", "--out", "out", "--plan", "no.toml"],
+            "no plan at no.toml; make one with: flatout tune-inference",
+        ),
     ],
 )
 def test_what_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

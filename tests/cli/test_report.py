@@ -50,6 +50,7 @@ def test_it_opens_the_page_where_that_is_asked(folder: Path, monkeypatch: pytest
         (["run.json", "run.json"], "run.json is another 'run'"),
         (["broken.json"], "broken.json.findings is 'x'; a list is needed there"),
         (["run.json", "--out", "no/report.html"], "cannot write no/report.html: No such file or directory"),
+        (["run.json", "tune.json", "--out", "tune.json"], "the page would replace a file that is only read"),
         ([], "Missing argument 'FILE.json'"),
     ],
 )
@@ -66,3 +67,4 @@ def test_what_cannot_be_shown_is_one_line_and_2(
     assert said in error
     assert error.count("\n") == 1
     assert not (folder / "report.html").exists()
+    assert (folder / "tune.json").read_bytes() == (FORMATS / "tune-1.json").read_bytes()

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from flatout.cli.tune import _prepare
+from flatout.errors import UsageError
 from flatout.private_details import arguments_digest
+from flatout.script.entry import Target
+from flatout.tuning.script_tuning import TuneRequest
 from tests.cli.in_process import Said, said_by
 from tests.processes import Python
 
@@ -84,6 +88,17 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
 
 
 @pytest.mark.slow
+def test_a_current_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even torch can be loaded there."""
+    script, gone = tmp_path / "train.py", tmp_path / "gone"
+    script.write_text("")
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="the current folder was removed"):
+        _prepare(TuneRequest(target=Target.from_command([str(script)])), tmp_path, None)
+
+
 def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_path: Path) -> None:
     body = "line = sys.stdin.readline() if step < 2 else ''; open('log.txt', 'a').write('x'); open('new.txt', 'w')"
     (tmp_path / "my train.py").write_text(LOOP.format(steps=10_000_000, body=body))

@@ -200,6 +200,8 @@ def test_a_stream_is_taken_up_at_its_position() -> None:
         (torch.zeros(3), 4, {"drop_last": True}, "3 samples, and a batch at least 4"),
         (Counting(), 4, {"shuffle": True}, "a stream has one order"),
         (7, 4, {}, "int is not a source"),
+        (torch.tensor(3.0), 4, {}, "Tensor is not a source"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 4, {}, "data is a nested"),
         (torch.zeros(8), 4, {"rank": 2, "ranks": 2}, "rank is 2 of 2"),
         (torch.zeros(8), 4, {"rank": 0, "ranks": 5}, "4 for 5 ranks"),
     ],

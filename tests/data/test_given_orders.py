@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from flatout.data import given_orders
@@ -244,3 +245,55 @@ def test_positions_are_whole_numbers() -> None:
     kinds = [np.int64(3), torch.tensor(2), 1]
     assert epoch(batches(DataLoader(DATA, 3, sampler=kinds))) == [[3, 2, 1]]
     assert epoch(batches(DataLoader(DATA, batch_sampler=[kinds, np.arange(2)]))) == [[3, 2, 1], [0, 1]]
+
+
+class Beyond(Dataset[Any]):
+    """Has any sample, whatever its length says: a buffer that grows, or positions with a view in them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_sampler_may_go_beyond_the_length() -> None:
+    drawn = [50, 3, -1, -60, 2**40]
+    source = batches(DataLoader(Beyond(10), 2, sampler=drawn))
+    assert [epoch_of(source), epoch_of(source)] == [[[50, 3], [-1, -60], [2**40]]] * 2
+    # a length that no memory has room for
+    assert epoch_of(batches(DataLoader(Beyond(10**15), 2, sampler=[10**14, 1]))) == [[10**14, 1]]
+
+
+def epoch_of(source: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in source]
+
+
+class Endless:
+    def __init__(self, one: Any) -> None:
+        self.one = one
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self.one)
+
+
+def test_a_sampler_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given_orders, "LEAST_ENDLESS", 1000)
+    with pytest.raises(UsageError, match="the sampler, an Endless, drew over 1,000 positions in an epoch"):
+        epoch(batches(DataLoader(DATA, 4, sampler=Endless(1))))
+    with pytest.raises(UsageError, match="the batch sampler, an Endless, drew over 1,000 positions"):
+        batches(DataLoader(DATA, batch_sampler=Endless([0, 1, 2])))
+    long = DataLoader(DATA, 100, sampler=RandomSampler(DATA, replacement=True, num_samples=20_000))
+    assert len(epoch(batches(long))) == 200  # it says itself how many there are
+
+
+def test_ranks_may_draw_orders_of_their_own() -> None:
+    source = batches(DataLoader(DATA, 4, sampler=OwnGenerator()), rank=1, ranks=2)
+    with pytest.warns(UserWarning, match="each of the 2 ranks, .* may draw another one: some samples then come twice"):
+        epoch(source)

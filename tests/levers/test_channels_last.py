@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,9 @@ from torch.nn import functional
 
 from flatout.levers.channels_last import ChannelsLast
 from flatout.levers.subject import Subject
+from flatout.plan import Plan
+from flatout.train.loss import supervised
+from flatout.train.step import TrainStep
 
 
 class Net(nn.Module):
@@ -84,3 +89,44 @@ def test_torchs_functions_are_in_their_place_again_also_after_an_error() -> None
     with ChannelsLast().apply(subject, "channels_last"), pytest.raises(ValueError):  # noqa: PT011
         subject.call(Net(), fails)
     assert functional.conv2d is plain
+
+
+class Dropping(nn.Module):
+    """Blocks that drop activations, the first of them right behind the images."""
+
+    def __init__(self, *, inplace: bool = False, own: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Conv2d(4, 4, 3), nn.SiLU(), nn.Dropout(0.5, inplace=inplace)) for _ in range(3))
+        self.blocks, self.head, self.own = nn.Sequential(*blocks), nn.Linear(4, 3), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.own else block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def gradients(model: nn.Module, plan: Plan) -> list[Tensor]:
+    """After one step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), plan)
+    torch.manual_seed(1)
+    step((torch.randn(4, 4, 12, 12), torch.tensor([0, 1, 2, 0])))
+    assert step.rolled_back == []
+    step.close()
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_same_activations_are_dropped(inplace: bool) -> None:
+    expected = gradients(Dropping(inplace=inplace), Plan())
+    found = gradients(Dropping(inplace=inplace), Plan(memory_format="channels_last"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["block", "selective", "own"])
+def test_what_is_checkpointed_is_computed_again_with_the_same_activations_dropped(kind: Any) -> None:
+    expected = gradients(Dropping(), Plan())
+    by_plan = {} if kind == "own" else {"activation_checkpointing": kind}
+    found = gradients(Dropping(own=kind == "own"), Plan(memory_format="channels_last", **by_plan))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

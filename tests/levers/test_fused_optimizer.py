@@ -11,6 +11,9 @@ from torch import Tensor
 
 from flatout.levers.fused_optimizer import FusedOptimizer
 from flatout.levers.subject import Subject
+from flatout.plan import Plan
+from flatout.train.loss import supervised
+from flatout.train.step import TrainStep
 
 KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.Adam(p, 1e-2),
@@ -102,3 +105,43 @@ def test_what_changes_between_steps(kind: Any, event: Any) -> None:
         return [weight.detach().contiguous() for weight in weights]
 
     torch.testing.assert_close(run(fused=True), run(fused=False), rtol=1e-4, atol=1e-6)
+
+
+SPARSE: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda p: torch.optim.SGD(p, 0.1),
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    lambda p: torch.optim.Adagrad(p, 0.1),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_gradients_are_stepped_as_torch_does_and_reported(kind: Any, in_backward: bool) -> None:
+    trained = []
+    for plan in (Plan(), Plan(optimizer="fused", optimizer_in_backward=in_backward)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.EmbeddingBag(20, 8, sparse=True, mode="sum"), torch.nn.Linear(8, 3))
+        step = TrainStep(model, kind(model.parameters()), supervised(torch.nn.CrossEntropyLoss()), plan)
+        for _ in range(3):
+            step((torch.randint(0, 20, (4, 5)), torch.tensor([0, 1, 2, 0])))
+        assert step.rolled_back == ([("optimizer", "its gradients are sparse")] if plan.optimizer else [])
+        step.close()
+        trained.append([one.detach() for one in model.parameters()])
+    torch.testing.assert_close(trained[1], trained[0])
+
+
+def test_a_step_says_where_the_optimizer_stays_as_it_is() -> None:
+    def rolled_back(make: Callable[[Any], torch.optim.Optimizer], choice: Any) -> list[tuple[str, str]]:
+        model = torch.nn.Linear(4, 3)
+        plan = Plan(optimizer=choice)
+        return TrainStep(model, make(model.parameters()), supervised(torch.nn.CrossEntropyLoss()), plan).rolled_back
+
+    assert rolled_back(lambda p: torch.optim.Adam(p), "fused") == []
+    assert rolled_back(lambda p: torch.optim.Adam(p, fused=True), "fused") == []  # it is so already
+    ((name, why),) = rolled_back(lambda p: torch.optim.NAdam(p), "fused")
+    assert (name, "NAdam has no fused implementation" in why) == ("optimizer", True)
+    ((_, why),) = rolled_back(lambda p: torch.optim.Adam(p, torch.tensor(1e-3)), "foreach")
+    assert "Adam has no foreach implementation" in why
+    ((_, why),) = rolled_back(lambda p: torch.optim.Adam(p, foreach=False), "fused")
+    assert "was built with fused or foreach set" in why

@@ -152,3 +152,52 @@ def test_what_may_need_all_gradients_or_look_in_between_is_refused(make: Callabl
     with pytest.raises(UsageError, match=f"optimizer_in_backward is true, and {why}"):
         TrainStep(net, make(net), LOSS, PLAN)
     assert not any(one._post_accumulate_grad_hooks for one in net.parameters())
+
+
+class Shared(nn.Module):
+    """A layer that three checkpoints use: with reentrant ones, its gradient comes in three parts."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.last, self.reentrant = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 3),
+            reentrant,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def test_a_gradient_in_parts_is_not_taken_for_several() -> None:
+    trained = []
+    for plan in (Plan(), PLAN):
+        net = Shared(reentrant=False)
+        step = TrainStep(net, torch.optim.AdamW(net.parameters(), 1e-2), LOSS, plan)
+        for _ in range(3):
+            step(BATCH)
+        step.close()
+        trained.append(list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+    net = Shared(reentrant=True)
+    step = TrainStep(net, torch.optim.AdamW(net.parameters(), 1e-2), LOSS, PLAN)
+    with pytest.raises(UsageError, match="got another gradient after its update"):
+        step(BATCH)
+
+
+def test_a_backward_pass_inside_the_loss_is_refused() -> None:
+    net = model()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        loss = LOSS(model, batch)
+        net[0].weight.square().sum().backward()  # type: ignore[union-attr,operator]
+        return loss
+
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), loss_fn, PLAN)
+    with pytest.raises(UsageError, match=r"shape \[16, 8\] got another gradient"):
+        step(BATCH)

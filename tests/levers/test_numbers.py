@@ -192,14 +192,18 @@ def test_denormals_in_every_thread() -> None:
     assert ((torch.full((1 << 18,), 1e-40) * 0.5) != 0).all()
 
 
-def test_denormals_that_the_script_flushes_stay_so() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_denormals_that_the_script_flushes_stay_so(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     torch.set_flush_denormal(True)
     try:
         with flush_denormals():
-            pass
+            assert flushed_everywhere()
         assert flushed_here()
     finally:
         torch.set_flush_denormal(False)
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on the CPU needs a compiler")

@@ -26,7 +26,7 @@ def _small_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(make: Any, config: Any, plan: Plan) -> TrainStep:
     torch.manual_seed(0)
-    model: nn.Module = make(config(vocab_size=VOCABULARY, width=32, heads=2, layers=1, max_tokens=16)).train()
+    model: nn.Module = make(config(vocab_size=VOCABULARY, width=32, heads=2, layers=2, max_tokens=16)).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

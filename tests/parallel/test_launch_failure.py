@@ -12,6 +12,7 @@ from flatout.parallel import heartbeat
 from flatout.parallel.heartbeat import FILE_BYTES, alive, make_file, name_process, read_beat
 from flatout.parallel.launching.attempt import Attempt
 from flatout.parallel.launching.failure import RankEnd, dumped_stack, first_failure, last_exception
+from flatout.parallel.launching.leader import _said_of
 from flatout.parallel.launching.messages import Beats, Ended, RankBeat
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -198,3 +199,28 @@ def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pyte
 def test_the_file_is_small() -> None:
     assert FILE_BYTES <= 64
     assert sys.byteorder  # one machine writes and reads it
+
+
+def test_ddps_own_collectives_wait_for_others() -> None:
+    failed = f"""Traceback (most recent call last):
+  File "/work/train.py", line 9, in <module>
+    model(x)
+  File "{TORCH}/nn/parallel/distributed.py", line 1775, in _pre_forward
+    if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
+RuntimeError: Connection closed by peer
+"""
+    assert last_exception(failed.encode())[2]
+    own = failed.replace("/nn/parallel/distributed.py", "/nn/modules/linear.py")
+    assert not last_exception(own.encode())[2]
+
+
+def test_ranks_that_had_ended_before_one_that_waited_are_known() -> None:
+    attempt = Attempt(0, 3)
+    attempt.note(0, Ended(attempt=0, end=end(1, 0)))
+    waited, alone = end(0, waited=True), end(2)
+    attempt.note(0, Ended(attempt=0, end=waited))
+    attempt.note(0, Ended(attempt=0, end=alone))
+    assert attempt.left_early(waited) == (1,)
+    assert attempt.left_early(alone) == ()
+    assert _said_of((1,)) == "; rank 1 had ended, with exit status 0"
+    assert _said_of(()) == ""

@@ -110,3 +110,20 @@ def test_sparse_gradients() -> None:
     loss_scaled_backward([])(table(torch.tensor([1, 1])).sum(), lambda tensor: tensor.backward())
     assert table.weight.grad is not None
     assert table.weight.grad.to_dense()[1].tolist() == [2.0, 2.0]
+
+
+def test_a_second_model_whose_weights_are_in_bf16_is_left_as_it_is() -> None:
+    """A frozen one gave fp32, on which the script's next product failed."""
+    frozen, trained = torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 4)
+    wrapper = autocast_call("bf16")
+    for module, expected in ((frozen, torch.bfloat16), (trained, torch.float32)):
+        x = torch.ones(2, 4, dtype=module.weight.dtype)
+        inside: list[bool] = []
+
+        def call(module: torch.nn.Module = module, x: torch.Tensor = x, inside: list[bool] = inside) -> torch.Tensor:
+            inside.append(torch.is_autocast_enabled("cpu"))
+            return module(x)
+
+        out = wrapper(module, call)
+        assert isinstance(out, torch.Tensor)
+        assert (out.dtype, inside) == (expected, [module is trained])

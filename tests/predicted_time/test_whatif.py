@@ -377,6 +377,14 @@ for epoch in range(100):
 open("written.txt", "w").write("done")
 """
 
+SHORT = """
+import torch
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+weight.sum().backward()
+optimizer.step()
+"""
+
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -406,6 +414,7 @@ def test_a_script(tmp_path: Path) -> None:
         (["--device", "cpu"], SCRIPT, 2, "GPUs of the catalogue"),
         ([], "print('no training')", 1, "never trains"),
         ([], "import torch\nraise ValueError('bad data')", 1, "bad data"),
+        ([], SHORT, 1, "train.py ended after 1 step; a step after the first is followed operator by operator"),
     ],
 )
 def test_bad_input(tmp_path: Path, words: list[str], script: str, code: int, said: str) -> None:

@@ -28,6 +28,10 @@ from flatout.report.launch_text import event_text
         (MachinesReady(machines=("a",), ranks=1, restarts=1), "1 rank on a start again"),
         (RankFailed(rank=0, ranks=1, machine=None, status=2), "rank 0 failed with exit status 2"),
         (
+            RankFailed(rank=0, ranks=1, machine=None, status=1, exception="ValueError: \x1b[2Jbad"),
+            "rank 0 failed with exit status 1: ValueError: [2Jbad",
+        ),
+        (
             RankFailed(rank=3, ranks=4, machine="b", signal=9, again=Again(restart=1, of=3)),
             "rank 3 on b was killed by SIGKILL; restart 1 of 3",
         ),

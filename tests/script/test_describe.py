@@ -18,6 +18,7 @@ from flatout.profiling.profile import evaluation_in_step
 from flatout.script.describe import breakdown, observe
 from flatout.script.runner import Runner
 from flatout.script.spans import StepRow
+from tests.odd_defaults import odd_defaults
 
 
 @pytest.fixture
@@ -76,6 +77,18 @@ def test_a_run_asks_no_data_set_for_its_length(runner: Runner) -> None:
     data.asked = 0
     observe(runner.watch, threads_at_start=None, rows=(), lengths=False)
     assert (data.asked, len(kept)) == (0, 3)
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_script_that_flushes_denormals_is_seen_to_whatever_its_default_dtype(runner: Runner, flushed: bool) -> None:
+    kept = train(TensorDataset(*samples()), 2)
+    torch.set_flush_denormal(flushed)
+    try:
+        with odd_defaults():
+            found = observe(runner.watch, threads_at_start=None, rows=())
+    finally:
+        torch.set_flush_denormal(False)
+    assert (found.flush_denormals, len(kept)) == (flushed, 3)
 
 
 def row(forward: float, backward: float, evaluation: float = 0.0) -> StepRow:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,6 +241,24 @@ def test_check_says_where_a_script_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such script"):
         Target(path=str(tmp_path / "none.py")).check()
     Target(module="any.module").check()
+
+
+def test_what_python_runs_although_it_is_no_source_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("print('never')\n")
+    application, compiled = tmp_path / "train.pyz", tmp_path / "train.pyc"
+    with zipfile.ZipFile(application, "w") as packed:
+        packed.write(source, "__main__.py")
+    py_compile.compile(str(source), str(compiled), doraise=True)
+    for path, kind in ((application, "zip application"), (compiled, "compiled file")):
+        with pytest.raises(UsageError, match=rf"{path.name} is a {kind}; a script is Python source"):
+            Target(path=str(path)).check_exists()
+
+
+def test_a_script_in_a_pipe_is_not_read_before_it_runs(tmp_path: Path) -> None:
+    pipe = tmp_path / "train.py"
+    os.mkfifo(pipe)
+    Target(path=str(pipe)).check_exists()  # reading would wait for a writer
 
 
 def test_a_target_names_itself() -> None:

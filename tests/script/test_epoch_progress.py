@@ -115,6 +115,16 @@ def test_the_epoch_before_shows_the_length_where_only_the_script_knows_it() -> N
     assert second.epoch.seconds_left == 10.0
 
 
+@pytest.mark.parametrize(("steps", "samples"), [(3, 4), (6, 2), (4, None)])
+def test_of_short_epochs_the_one_before_shows_what_a_step_takes(steps: int, samples: int | None) -> None:
+    """Samples a second were unknown for ever where an epoch has fewer than five steps."""
+    epochs, loader = EpochStarts(), DataLoader(TensorDataset(torch.zeros(12, 1)), batch_size=2)
+    epochs.iterator_made(loader, began=110.0, steps=steps)
+    epochs.step_ended(110.5, None)
+    found = after(loader, fetched=1, steps=steps + 1, epochs=epochs)
+    assert found.samples_per_step == samples
+
+
 def test_an_evaluation_on_the_training_set_is_no_epoch() -> None:
     epochs, loader = EpochStarts(), DataLoader(DATA)
     epochs.iterator_made(loader, began=110.0, steps=40)  # evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 from flatout.levers.observed import StepWork
 from flatout.machine import process_memory
 from flatout.machine.process_memory import minor_faults, page_fault_seconds
+from flatout.script import step_work
 from flatout.script.step_work import follow_step
 from flatout.train.flops import OperationCount
+from tests.odd_defaults import odd_defaults
 
 
 def step(scale: float = 1.0) -> StepWork:
@@ -69,6 +72,23 @@ def test_denormal_numbers_are_met() -> None:
     share = step(1e-39).denormal_share
     assert share is not None
     assert share > 0.1
+
+
+def test_what_denormal_numbers_cost_is_measured_in_fp32_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the script's default dtype and device are."""
+    timed: list[torch.Tensor] = []
+
+    def one_second(work: Callable[[], torch.Tensor]) -> float:
+        timed.append(work())
+        return 1.0
+
+    monkeypatch.setattr(step_work, "_seconds", one_second)
+    values = torch.full((300,), 1e-40)
+    with odd_defaults():
+        finish = follow_step()
+        values.abs()
+        assert finish().denormal_slowdown == 1.0
+    assert {(one.dtype, one.device.type) for one in timed} == {(torch.float32, "cpu")}
 
 
 @pytest.mark.parametrize(

@@ -339,3 +339,29 @@ def test_the_allocator_s_settings_are_those_of_the_environment(monkeypatch: pyte
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:x")
     with pytest.raises(UsageError, match="expandable_segments"):
         find_target("rtx-4090", model)
+
+
+def test_devices_that_have_no_known_memory_are_named_as_the_models() -> None:
+    assert find_target("cpu:0", mlp()).name == "cpu"
+    with torch.device("meta"):
+        shapes = mlp()
+    with pytest.raises(UsageError, match=r"the model is on 'meta'; memory is known on the CPU and on CUDA"):
+        find_target(None, shapes)
+    assert find_target("h100", shapes).cuda
+
+
+def test_several_heads_on_one_trunk_are_forecast_as_the_allocator_has_them() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.heads = nn.Linear(64, 1000), nn.ModuleList(nn.Linear(1000, 4) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            hidden = self.trunk(x)
+            return sum(head(hidden) for head in self.heads)
+
+    data = torch.randn(1000, 64), torch.randint(4, (1000,))
+    model = Heads()
+    found = forecast(TrainStep(model, torch.optim.SGD(model.parameters(), 1e-3), LOSS), data)
+    real = measured(Heads, lambda parameters: torch.optim.SGD(parameters, 1e-3), Plan(), data)
+    assert found.peak_bytes == pytest.approx(real, rel=0.03)

@@ -172,3 +172,16 @@ def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:
     result = said_by(tmp_path, "memory", "--batch-curve", "--budget", "0s", "train.py")
     assert result.returncode == 2
     assert "--budget is 0" in result.stderr
+
+
+def test_an_empty_budget_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    result = said_by(tmp_path, "memory", "--batch-curve", "--budget", "", "train.py")
+    assert result.returncode == 2
+    assert "'' is not a duration" in result.stderr
+
+
+def test_a_script_with_too_few_steps_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ScriptError) as caught:
+        curve(write(tmp_path, epochs=1, samples=20))
+    assert "train.py ended after 5 steps; that is too few to time a batch size" in str(caught.value)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from flatout.plan_choices import declared
+from flatout.source_patch.autocast_form import TO_FP32
 from flatout.source_patch.forms import FORMS, WITHOUT_FORM
 from tests.source_patch.patching import changed_lines, patch_for
 
@@ -353,6 +358,51 @@ def test_repeated_blocks_are_compiled_in_place(tmp_path: Path) -> None:
     assert "only the report" in patch_for(tmp_path, source, compile="regional").left[0].reason
 
 
+IN_A_METHOD = """\
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, x):
+        loss = self.model(x).sum()
+        loss.backward()
+
+    def fit(self):
+        for x in data:
+            self.step(x)
+
+
+Trainer(Net()).fit()
+"""
+IN_A_CLOSURE = """\
+def main():
+    model = Net()
+    for x in data:
+        def closure():
+            loss = model(x).sum()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+"""
+MADE_IN_THE_LOOP = """\
+for x in data:
+    model = Net()
+    loss = model(x).sum()
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize("steps", [IN_A_METHOD, IN_A_CLOSURE, MADE_IN_THE_LOOP])
+@pytest.mark.parametrize("how", ["default", "regional"])
+def test_nothing_is_compiled_in_every_step(tmp_path: Path, steps: str, how: str) -> None:
+    blocks = "class Block(torch.nn.Module):\n    pass\n\n\nclass Net(torch.nn.Module):\n    pass\n\n\n"
+    seen = {"kind": "Net", "parameters": 4, "repeated_block": "Block", "repeated_blocks": 4}
+    report = {"machine": {}, "plan": {"compile": how}, "observed": {"modules": [seen]}}
+    patch = patch_for(tmp_path, f"import torch\n\n\n{blocks}{steps}", report=report, compile=how)
+    assert patch.files == ()
+    assert "no loop is around the step in its function, before which" in patch.left[0].reason
+
+
 @pytest.mark.parametrize(
     ("made", "lines"),
     [
@@ -396,6 +446,8 @@ def test_whole_batches_of_a_tensor_data_set(tmp_path: Path) -> None:
         ("shuffle=True", "shuffle=True, generator=torch.Generator()", "the generator has no name"),
         ("shuffle=True", "**more", "known only when it runs"),
         ("shuffle=True", "shuffle=args.shuffle", "shuffle is args.shuffle"),
+        ("batch_size=8", "batch_size=None", "the loader makes no batches"),
+        ("shuffle=True", "sampler=args.sampler", "does not show whether the sampler is None"),
         ("    test(model, loader)\n", "    print(loader.batch_size)\n", "reads loader.batch_size"),
         ("    test(model, loader)\n", "    dl = loader; print(dl.drop_last)\n", "reads dl.drop_last"),
         (
@@ -408,6 +460,23 @@ def test_whole_batches_of_a_tensor_data_set(tmp_path: Path) -> None:
 def test_loaders_that_are_left(tmp_path: Path, old: str, new: str, reason: str) -> None:
     assert old in EPOCHS
     assert reason in patch_for(tmp_path, EPOCHS.replace(old, new, 1), fetch="batched").left[0].reason
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "sampler"),
+    [
+        ("", "shuffle=True, sampler=None", "RandomSampler(training_data)"),
+        ("    of_ranks = None\n", "sampler=of_ranks", "SequentialSampler(training_data)"),
+        ("    own = RandomSampler(inputs)\n", "sampler=own", "own"),
+    ],
+)
+def test_a_sampler_that_is_none_is_not_kept(tmp_path: Path, before: str, given: str, sampler: str) -> None:
+    line = "    loader = DataLoader(TensorDataset(inputs, labels), batch_size=8, "
+    assert f"{line}shuffle=True" in EPOCHS
+    source = EPOCHS.replace(f"{line}shuffle=True", f"{before}{line}{given}", 1)
+    assert f"sampler=BatchSampler({sampler}, 8, drop_last=False)" in changed_lines(
+        patch_for(tmp_path, source, fetch="batched")
+    )
 
 
 def test_page_locked_batches_and_their_copies(tmp_path: Path) -> None:
@@ -449,3 +518,35 @@ def test_changes_of_one_place_add_up(tmp_path: Path) -> None:
     hoisted = STEP.format(more="", forward="return self.layer(x)", step="loss = (model(x) ** 2).mean()")
     lines = changed_lines(patch_for(tmp_path, hoisted, precision="bf16", compile="default"))
     assert "+        model_output = compiled_model(x)\n" in lines
+
+
+class Named(NamedTuple):
+    scores: Any
+    rest: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    scores: Any
+    rest: list[Any]
+
+
+@pytest.mark.parametrize(
+    ("made", "parts"),
+    [
+        (Named, lambda out: (out.scores, out.rest)),
+        (Fields, lambda out: (out.scores, out.rest)),
+        (lambda scores, rest: OrderedDict(scores=scores, rest=rest), lambda out: (out["scores"], out["rest"])),
+        (lambda scores, rest: {"scores": scores, "rest": rest}, lambda out: (out["scores"], out["rest"])),
+        (lambda scores, rest: (scores, rest), lambda out: out),
+    ],
+)
+def test_whatever_holds_tensors_is_cast(made: Callable[..., Any], parts: Callable[[Any], Any]) -> None:
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(TO_FP32.format(name="to_fp32", torch="torch"), namespace)
+    given = made(torch.ones(2, dtype=torch.bfloat16), [torch.ones(2, dtype=torch.bfloat16), 3])
+    found = namespace["to_fp32"](given)
+    assert type(found) is type(given)
+    scores, rest = parts(found)
+    assert (scores.dtype, rest[0].dtype, rest[1]) == (torch.float32, torch.float32, 3)
+    assert parts(given)[0].dtype == torch.bfloat16  # the model may keep what it returned

@@ -158,3 +158,9 @@ def test_without_tensorboard_it_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MachineError, match=r"tensorboard is not installed; .*pip install tensorboard"):
         TensorBoardLog(tmp_path)
+
+
+def test_the_row_of_an_epoch_stays_whatever_its_figures_are_called(tmp_path: Path) -> None:
+    log = CSVLog(tmp_path / "log.csv", every=2)
+    log.log({"epoch": 1, "batch_loss": 0.5}, 3)
+    assert text(tmp_path / "log.csv") == ["step,epoch,batch_loss", "3,1,0.5"]

@@ -125,3 +125,23 @@ def test_a_figure_that_is_no_scalar_is_refused() -> None:
         stepped(1, Y, lambda model, batch: (model(batch[0]).mean(), {"x": torch.zeros(8)}))
     with pytest.raises(UsageError, match="loss_fn returned tuple"):
         stepped(1, Y, lambda model, batch: (model(batch[0]).mean(), 1.0))
+
+
+@pytest.mark.parametrize("own", [2.0, [1.0, 2.0, 1.0], torch.tensor(2.0)])
+def test_a_criterion_whose_weight_is_not_one_of_classes(own: object) -> None:
+    class Focal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.ignore_index = own, -100
+
+        def forward(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(scores, targets)
+
+    losses = []
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = TrainStep(model, optimizer, supervised(Focal()), Plan(micro_batches=parts))
+        losses.append(float(step((X, torch.where(torch.arange(8) < 3, -100, Y)))))
+    assert losses[1] == pytest.approx(losses[0])

@@ -57,3 +57,38 @@ def test_shares_of_two_ranks_weigh_as_the_whole(run_ranks: Any, tmp_path: Path, 
         results.append(torch.load(out))
     for alone, shared in zip(*results, strict=True):
         torch.testing.assert_close(alone, shared, rtol=1e-5, atol=1e-6)
+
+
+LONE = """
+import warnings
+from flatout import TrainStep, batches, evaluate, fit, supervised
+torch.manual_seed(0)
+x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+
+def made(model):
+    return TrainStep(model, torch.optim.SGD(model.parameters(), 0.5), supervised(nn.CrossEntropyLoss()))
+
+
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    fit(made(nn.Linear(6, 3)), batches((x, y), 4), epochs=1)
+assert "each of the 2 ranks trains a model of its own" in str(found[0].message), found
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    fit(made(nn.Linear(6, 3)), batches((x, y), 4, rank=0, ranks=1), epochs=1)
+    together = DistributedDataParallel(nn.Linear(6, 3))
+    told = fit(made(together), batches((x, y), 4), epochs=1, evaluation=lambda: {"f1": 0.5} if rank == 0 else {})
+assert told.evaluations == ({"f1": 0.5},), told.evaluations
+try:
+    fit(made(together), [(x, y)] * (3 + rank), epochs=1)
+except Exception as error:
+    assert "the ranks have different numbers of batches: 3, 4" in str(error), error
+else:
+    raise AssertionError("nothing was raised")
+leave()
+"""
+
+
+def test_what_ranks_do_apart_is_said(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(LONE, 2, tmp_path / "out") == [(0, "", "")] * 2

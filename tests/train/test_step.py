@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -435,3 +436,13 @@ def test_losses_of_many_steps_hold_no_memory_of_outputs(micro_batches: int | Non
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.MSELoss()), plan)
     loss = step((torch.randn(64, 4), torch.randn(64, 256)))
     assert loss.untyped_storage().nbytes() == loss.element_size()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_step_is_not_copied(copied: Callable[[TrainStep], object]) -> None:
+    model = net()
+    _, step = with_step(model, data(1), Plan(optimizer="fused"))
+    with pytest.raises(UsageError, match="cannot be copied or pickled"):
+        copied(step)
+    copied_model, copied_optimizer = copy.deepcopy((step.model, step.optimizer))
+    TrainStep(copied_model, copied_optimizer, step.loss_fn)(data(1)[0])

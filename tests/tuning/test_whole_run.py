@@ -51,5 +51,10 @@ def test_a_run_of_unknown_length_has_no_ratio() -> None:
     assert (found.ratio, found.payoff_steps) == (None, None)
 
 
-def test_our_own_start_is_measured(tmp_path: Path) -> None:
-    assert 0.0 < own_start_seconds(tmp_path) < 60.0
+def test_our_own_start_is_measured_and_watch_does_not_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, folder = tmp_path / "runs", tmp_path / "trials"
+    for one in (runs, folder):
+        one.mkdir()
+    monkeypatch.setenv("FLATOUT_RUNS_DIR", str(runs))
+    assert 0.0 < own_start_seconds(folder) < 60.0
+    assert [*runs.iterdir()] == []

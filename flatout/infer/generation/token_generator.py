@@ -36,13 +36,27 @@ from flatout.infer.generation.stopping import Stops, Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.token_ids import plain_number
 from flatout.infer.generation.torch_decoder import TorchPasses
-from flatout.infer.tokenizer_source import Tokenizer, decode_of, encode_of
+from flatout.infer.tokenizer_source import Tokenizer, as_tokenizer, decode_of, encode_of
 from flatout.plan import Plan
 
 DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
 """Sequences processed at once: a step still costs about as much as reading the weights."""
 MAX_NEW_TOKENS = 64
 """Where neither the caller nor the model says how many."""
+_ELSEWHERE = {
+    "do_sample": "pass temperature=1.0 to sample; without a temperature the text is greedy",
+    "eos_token_id": "pass stop=[...] with further tokens that end a text; the model's own end token does anyway",
+    "stop_strings": "pass stop=[...]",
+    "stop_token_ids": "pass stop=[...]",
+    "max_length": "pass max_new_tokens=..., which counts new tokens only",
+    "max_tokens": "pass max_new_tokens=...",
+    "no_repeat_ngram_size": "did you mean no_repeat_ngram?",
+    "pad_token_id": "pass attention_mask=..., or the prompts without padding as lists",
+    "slots": "pass it to TokenGenerator(model, slots=...)",
+    **dict.fromkeys(("num_beams", "num_return_sequences"), "use the model's own generate()"),
+}
+"""Names that transformers and other libraries have for a setting -> what does the same here. By its spelling alone
+eos_token_id would be taken for forced_eos_token_id, which does something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,7 +439,7 @@ class _OneAtATime:
 def _one_at_a_time(tokenizer: Tokenizer | None) -> tuple[_OneAtATime | None, Decode | None]:
     if tokenizer is None:
         return None, None
-    shared = _OneAtATime(tokenizer)
+    shared = _OneAtATime(as_tokenizer(tokenizer))
     return shared, shared.decode
 
 
@@ -455,7 +469,7 @@ def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int]
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {close[0]}?" if close else "leave it out"
+            remedy = _ELSEWHERE.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
             raise UsageError(
                 f"generating has no setting {name!r}", limit=f"there are {', '.join(known)}", remedy=remedy
             )

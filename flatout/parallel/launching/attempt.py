@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from flatout.parallel.launching.failure import RankEnd, first_failure
+from flatout.parallel.launching.failure import TOGETHER_SECONDS, RankEnd, first_failure
 from flatout.parallel.launching.messages import AllEnded, Beats, Ended, Message, RankBeat
 
 SETTLE_SECONDS = 0.3
@@ -72,6 +72,16 @@ class Attempt:
         about_to = any(rank not in self._ends for ranks in self._failing.values() for rank in ranks)
         patience = FAILING_SECONDS if about_to or first.may_follow_from_another else SETTLE_SECONDS
         return first if self.all_ended or waited >= patience else None
+
+    def left_early(self, failed: RankEnd) -> tuple[int, ...]:
+        """The ranks that ended without a failure, for which one waited in vain; none if it failed by itself.
+
+        A rank takes a moment to end, and its connections are closed before: the one that waits may be seen first.
+        """
+        if not failed.in_collective:
+            return ()
+        latest = self._ends[failed.rank][1] + TOGETHER_SECONDS
+        return tuple(sorted(rank for rank, (end, at) in self._ends.items() if not end.failed and at < latest))
 
     # hanging
 

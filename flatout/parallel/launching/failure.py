@@ -21,7 +21,10 @@ _LONGEST = 300
 """Characters of an exception's line that are shown."""
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ?")
 """What torch writes before each line of a rank's traceback."""
-_WAITS_FOR_OTHERS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}autograd{os.sep}graph.py")
+_WAITS_FOR_OTHERS = tuple(
+    os.sep + os.path.join("torch", *place)
+    for place in (("distributed", ""), ("autograd", "graph.py"), ("nn", "parallel", "distributed.py"))
+)
 TOGETHER_SECONDS = 2.0
 """Failures that are further apart than that are told by their time alone."""
 

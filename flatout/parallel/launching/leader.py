@@ -224,7 +224,7 @@ class Leader:
             if (lost := next((one for one in self._others if one.lost is not None), None)) is not None:
                 return self._lost(lost)
             if (failed := watched.failed()) is not None:
-                return self._rank_failed(failed)
+                return self._rank_failed(failed, watched.left_early(failed))
             if watched.all_ended and len(watched.gone) == len(self._others) + 1:
                 return Verdict(status=0)
             if watched.hangs(self._request.hang_seconds):
@@ -267,14 +267,14 @@ class Leader:
             return None
         return self._machines()[rank // self._request.nproc_per_node][1].host
 
-    def _rank_failed(self, end: RankEnd) -> Verdict:
+    def _rank_failed(self, end: RankEnd, left_early: tuple[int, ...]) -> Verdict:
         event = RankFailed(
             rank=end.rank,
             ranks=self._request.nproc_per_node * (len(self._others) + 1),
             machine=self._host_of(end.rank),
             status=end.status,
             signal=end.signal,
-            exception=end.exception,
+            exception=end.exception and f"{end.exception}{_said_of(left_early)}",
             where=end.where,
         )
         return Verdict(status=end.exit_code, event=event)
@@ -517,3 +517,11 @@ def _refusal(error: FlatoutError) -> Refuse:
 def _refuse(machine: RemoteMachine, error: FlatoutError) -> None:
     machine.send(_refusal(error))
     machine.connection.close()
+
+
+def _said_of(left_early: tuple[int, ...]) -> str:
+    """Of ranks that others waited for, though they had ended."""
+    if not left_early:
+        return ""
+    named = f"rank{'s' * (len(left_early) > 1)} {', '.join(map(str, left_early))}"
+    return f"; {named} had ended, with exit status 0"

@@ -251,6 +251,10 @@ def test_bad_prompts_are_named_before_anything_runs(bad: Any, told: str) -> None
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it is a whole number of at least 1"),
         ({"temprature": 1.0}, "no setting 'temprature'; .* did you mean temperature"),
+        ({"eos_token_id": 3}, "no setting 'eos_token_id'; .* pass stop="),
+        ({"do_sample": True}, "no setting 'do_sample'; .* pass temperature="),
+        ({"max_length": 9}, "no setting 'max_length'; .* pass max_new_tokens="),
+        ({"no_repeat_ngram_size": 2}, "did you mean no_repeat_ngram"),
         ({"stop": 3.5}, "stop is 3.5"),
         ({"stop": "text"}, "stop text 'text' without a tokenizer"),
         ({"stop": 500}, "stop token 500"),
@@ -261,6 +265,18 @@ def test_bad_prompts_are_named_before_anything_runs(bad: Any, told: str) -> None
 def test_bad_settings_are_named(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         TokenGenerator(model("own GPT-2")).generate([[1]], **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("gpt2", "tokenizer is a str without decode; .*from_pretrained"),
+        (object(), "tokenizer is a object without encode"),
+    ],
+)
+def test_what_is_no_tokenizer_is_named(given: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        flatout.generate(model("own GPT-2"), ["text"], tokenizer=given)
 
 
 def test_a_prompt_is_what_users_have() -> None:

@@ -114,6 +114,15 @@ def test_arrays_that_do_not_belong_together(tmp_path: Path) -> None:
             open_inputs(tmp_path / "c.npz")
 
 
+@pytest.mark.parametrize("beside", [{}, {"lengths": np.array([2])}])
+def test_arrays_without_names_are_no_keywords(tmp_path: Path, beside: dict[str, Any]) -> None:
+    np.savez(tmp_path / "a.npz", *(np.zeros(2) for _ in range(3)), **beside)
+    with pytest.raises(UsageError, match=r"holds arr_0 to arr_2, arrays without names.*save one array"):
+        open_inputs(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", np.zeros((3, 2)))
+    assert open_inputs(tmp_path / "b.npz").count == 3
+
+
 def test_lines_go_on_behind_the_last_whole_one(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = open_results(path, {"model": "a"}, restart=False)

@@ -1,0 +1,112 @@
+"""Buffers that a block changes as it computes (running statistics, a power iteration's vector, a count of calls), for
+its recomputation: there they have the values that the first computation found, and what changes is a copy.
+
+A batch then counts once in them, and a result that depends on them is computed again as it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+Context: TypeAlias = AbstractContextManager[object]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A buffer before a call of its block."""
+
+    layer: Module
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor
+
+    def was_changed(self) -> bool:
+        now = self.layer._buffers.get(self.name)
+        return now is not self.buffer or version_of(self.buffer) != self.version
+
+
+class ChangingBuffers:
+    """Of one block: those that its first call has changed, and those of norms, which a layer that is frozen now may
+    change later. Others, such as a large mask, are copied once."""
+
+    def __init__(self, block: Module) -> None:
+        self._block = block
+        self._known: list[tuple[Module, str]] | None = None
+
+    def copied(self) -> list[_Before]:
+        """Those that the call that is about to begin may change."""
+        known = self._known
+        if known is None:
+            known = [(layer, name) for layer in self._block.modules() for name in layer._buffers]
+        return [
+            _Before(layer, name, buffer, version_of(buffer), buffer.detach().clone())
+            for layer, name in known
+            if (buffer := layer._buffers.get(name)) is not None
+        ]
+
+    def changed(self, before: list[_Before]) -> list[_Before]:
+        """Those of `before` that the recomputation has to find as they were."""
+        from flatout.torch_private.modules import NormWithStatistics
+
+        if self._known is not None:
+            return before
+        kept = [one for one in before if isinstance(one.layer, NormWithStatistics) or one.was_changed()]
+        self._known = [(one.layer, one.name) for one in kept]
+        return kept
+
+
+class FirstComputation:
+    """The call of a block in the forward pass, around `inner`: notes what its buffers were."""
+
+    def __init__(self, buffers: ChangingBuffers, inner: Context) -> None:
+        self._buffers, self._inner = buffers, inner
+        self.before: list[_Before] = []
+
+    def __enter__(self) -> None:
+        self.before = self._buffers.copied()
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if kind is None:
+            self.before = self._buffers.changed(self.before)
+        return self._inner.__exit__(kind, error, trace)
+
+
+class Recomputation:
+    """The same call in the backward pass, around `inner`. It may be entered again, for a second backward pass."""
+
+    def __init__(self, first: FirstComputation, inner: Context) -> None:
+        self._first, self._inner = first, inner
+        self._now: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        before = self._first.before
+        self._now = [dict(one.layer._buffers) for one in before]
+        for one in before:
+            one.layer._buffers[one.name] = one.value.clone()
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        try:
+            return self._inner.__exit__(kind, error, trace)
+        finally:
+            for one, buffers in zip(self._first.before, self._now, strict=True):
+                one.layer._buffers.update(buffers)
+            self._now = []
