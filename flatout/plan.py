@@ -217,7 +217,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"no plan at {path}", remedy="make one with: flatout tune SCRIPT") from None
+        remedy = "make one with: flatout tune SCRIPT, or for inference: flatout tune-inference MODEL INPUTS"
+        raise UsageError(f"no plan at {path}", remedy=remedy) from None
     except OSError as error:
         remedy = "name a file that you may read"
         raise UsageError(f"cannot read the plan {path}: {error.strerror}", remedy=remedy) from error

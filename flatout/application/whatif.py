@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flatout.errors import ScriptError, UsageError
+from flatout.errors import UsageError
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
 from flatout.plan import Plan
@@ -20,6 +20,7 @@ from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 
 Precision = Literal["fp32", "tf32", "bf16"]
+NEEDED = "a step after the first is followed operator by operator, and one for its memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
                 progress("following its memory")
                 peak = trial.peak(choices).peak_bytes if step.device == "cpu" else None
             except TrialEnded as end:
-                raise _too_early(end, request.target.name) from end
+                raise explain_end(end, request.target.name, needed=NEEDED) from end
     if step.device != "cpu":
         raise UsageError(
             f"{request.target.name} trains on {step.device}",
@@ -86,18 +87,6 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
         peak_bytes=peak,
         prices=request.prices,
         notes=notes,
-    )
-
-
-def _too_early(end: TrialEnded, name: str) -> ScriptError:
-    """Error for a script that ended before it was followed, by itself or not."""
-    if end.status or not end.steps:
-        return explain_end(end, name)
-    steps = end.script_steps
-    return ScriptError(
-        f"{name} ended after {steps} step{'s' * (steps != 1)}",
-        limit="a step after the first is followed operator by operator, and one for its memory",
-        remedy="let it run longer, by its own options (more epochs, smaller batches)",
     )
 
 

@@ -95,14 +95,12 @@ def generate(
     Exit code: 0 generated, 1 the model produced NaN, 2 the model, a prompt or an option cannot be
     used.
     """
-    from flatout.infer.plan_file import require_plan
     from flatout.report.document import to_text
     from flatout.report.inference_text import generation_document, write_lines
 
     if out is not None:
         check_place(out)
     guesses = "lookup" if lookup else None
-    require_plan(plan)
     chosen = plan_with(plan, precision=precision, weights=weights, speculation=guesses)
     generator = _generator(model, tokenizer, chosen, draft, slots, device)
     has_words = generator.tokenizer is not None

@@ -55,9 +55,6 @@ def predict(
     Exit code: 0 all inputs have a result, 1 some could not be used (the others have theirs), 2 model, inputs or plan
     cannot be used.
     """
-    from flatout.infer.plan_file import require_plan
-
-    require_plan(plan)
     options = {"precision": precision, "weights": weights, "activations": activations}
     chosen = plan_with(plan, **options, batching=batching, batch_tokens=batch_tokens)
     made: MadeWith = {"batch_size": batch_size, "device": device, "check_finite": check_finite}

@@ -40,6 +40,7 @@ LEAST_BATCHES_AN_EPOCH = 4
 FIRST_STEPS = 3
 """That show how many samples a step draws."""
 LEVERS = "flatout.script.loader_batches:LEVERS"
+NEEDED = "that is too few to time a batch size within one run of it"
 REMEDY = "in code, with a step of your own: flatout.batch_curve(step, batch)"
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class _VariedScript:
             self._given, self._data_samples = loader.batch_size, loader.samples
             window = self._running().window(self._choices(self._given), settle=1, steps=FIRST_STEPS)
         except TrialEnded as end:
-            raise _too_early(end, self._setup.name) from end
+            raise explain_end(end, self._setup.name, needed=NEEDED) from end
         if window.rolled_back:
             raise ScriptError(
                 "the script's batch size cannot be varied", limit=next(iter(window.rolled_back.values())), remedy=REMEDY
@@ -205,7 +206,7 @@ class _VariedScript:
                 if end.status == 0 and not fresh:
                     continue
                 failed = end.headline if end.status else f"the script ended after {end.steps} steps"
-                raise SizeFails(failed) from _too_early(end, self._setup.name)
+                raise SizeFails(failed) from explain_end(end, self._setup.name, needed=NEEDED)
             except FlatoutError as error:
                 self._end()
                 raise SizeFails(str(error)) from error
@@ -220,18 +221,6 @@ class _VariedScript:
         if self._trial is not None:
             self._trial.close()
             self._trial = None
-
-
-def _too_early(end: TrialEnded, name: str) -> ScriptError:
-    """Error for a script that ended before a size was measured, by itself or not."""
-    if end.status or not end.steps:
-        return explain_end(end, name)
-    steps = end.script_steps
-    return ScriptError(
-        f"{name} ended after {steps} step{'s' * (steps != 1)}",
-        limit="that is too few to time a batch size within one run of it",
-        remedy="let it run longer, by its own options (more epochs)",
-    )
 
 
 def _only_loader(seen: Observed) -> LoaderSeen:

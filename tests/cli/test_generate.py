@@ -81,7 +81,10 @@ def test_a_plan_and_what_goes_before_it(capsys: Any, tmp_path: Path) -> None:
         (["--prompt", "1,65"], "prompt 0 holds token 65 at place 1; the model's ids are 0 to 64"),
         (["--prompt", "1", "--weights", "int9"], "'int9' is not one of 'int8', 'int4'"),
         (["--prompt", "1", "--top-p", "3", "--temperature", "1"], "top_p is 3.0"),
-        (["--prompt", "1", "--plan", "no.toml"], "no plan at no.toml; make one with: flatout tune-inference"),
+        (
+            ["--prompt", "1", "--plan", "no.toml"],
+            "no plan at no.toml; make one with: flatout tune SCRIPT, or for inference: flatout tune-inference",
+        ),
         (["--prompts", "none.txt"], "cannot read none.txt"),
         (["--prompt", "a", "--tokenizer", "net_to_speak.py:GPT2Config"], "without encode"),
         (["--prompt", "1", "--out", "none/made.jsonl"], "there is no folder"),

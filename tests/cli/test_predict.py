@@ -132,7 +132,7 @@ def test_a_run_goes_on_only_with_the_same_weights_code_and_inputs(
         (["net.py:bert", "in.jsonl"], "--out"),
         (
             ["net.py:bert", "in.jsonl", "--out", "out", "--plan", "no.toml"],
-            "no plan at no.toml; make one with: flatout tune-inference",
+            "no plan at no.toml; make one with: flatout tune SCRIPT, or for inference: flatout tune-inference",
         ),
     ],
 )

@@ -106,7 +106,10 @@ def test_the_next_command_can_be_run(
         (["served.py:net", "x.npy", "--exactness", "sloppy"], "'sloppy' is not one of"),
         (["served.py:net", "x.npy", "--task", "train"], "'train' is not one of 'predict', 'generate'"),
         (["served.py:net", "nothing.npy"], "nothing.npy"),
-        (["served.py:net", "x.npy", "--plan", "no.toml"], "no plan at no.toml; make one with: flatout tune-inference"),
+        (
+            ["served.py:net", "x.npy", "--plan", "no.toml"],
+            "no plan at no.toml; make one with: flatout tune SCRIPT, or for inference: flatout tune-inference",
+        ),
     ],
 )
 def test_what_cannot_be_used(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

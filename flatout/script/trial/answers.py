@@ -140,8 +140,9 @@ def explain_stop(stop: TrialStopped, name: str, reason: str) -> ScriptError:
     return ScriptError(f"{name}: {stop}", limit=limit, remedy=reason)
 
 
-def explain_end(end: TrialEnded, name: str, *, levers: bool = False) -> ScriptError:
-    """Error for a script that ended before what was wanted of it was seen. levers: are any tried, later on?"""
+def explain_end(end: TrialEnded, name: str, *, levers: bool = False, needed: str = "") -> ScriptError:
+    """Error for a script that ended before what was wanted of it was seen. levers: are any tried, later on? needed: for
+    what it was to go on; '': for a tune."""
     alone = ", without any lever" if levers else ""
     lines = [line for line in end.error.strip().splitlines() if line.strip()]
     if end.status != 0 and lines:
@@ -159,8 +160,8 @@ def explain_end(end: TrialEnded, name: str, *, levers: bool = False) -> ScriptEr
             remedy="training in processes that the script starts, as by mp.spawn, is not followed here"
             + ": flatout tune --own-ranks 2 (own_ranks=2)" * levers,
         )
-    limit = "it had more in the run before: the number of steps must stay the same while it is tuned"
-    if not end.leaves_enough_steps:
+    limit = needed or "it had more in the run before: the number of steps must stay the same while it is tuned"
+    if not needed and not end.leaves_enough_steps:
         limit = (
             f"flatout run turns levers on after a script's first step, and a proof needs {FEWEST_TO_PROVE} steps with "
             "them, the second continuing from the first"
@@ -168,5 +169,5 @@ def explain_end(end: TrialEnded, name: str, *, levers: bool = False) -> ScriptEr
     return ScriptError(
         f"{name} ended after {end.script_steps} step{'s' * (end.script_steps != 1)}",
         limit=limit,
-        remedy=MORE_STEPS,
+        remedy="let it run longer, by its own options (more epochs)" if needed else MORE_STEPS,
     )
