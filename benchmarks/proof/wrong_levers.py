@@ -75,7 +75,9 @@ ALL = (
 )
 WITHOUT_OPTIMIZER = "own_updates"
 CARRIED_STATE = "carried_state"
-EVERY = (*ALL, WITHOUT_OPTIMIZER, CARRIED_STATE)
+"""Its model returns a tuple, and its inputs are indices."""
+ONE_OUTPUT = (*ALL, WITHOUT_OPTIMIZER)
+EVERY = (*ONE_OUTPUT, CARRIED_STATE)
 """`ALL` are those with an optimizer, through which most faults reach the training."""
 LOADERS = ("mlp_epochs", "cnn_schedule", "bf16_already", "two_optimizers", WITHOUT_OPTIMIZER)
 DECAYED = ("numpy_batches", "gpt_accumulated", "cnn_schedule", "bf16_already", "short")
@@ -143,10 +145,10 @@ FAULTS: tuple[tuple[str, Callable[[], Context], tuple[str, ...]], ...] = (
     ("one update undone", lambda: undone(at(52)), ALL),
     ("every third update undone", lambda: undone(lambda n: n % 3 == 0), ALL),
     ("one update done twice", lambda: twice(44), ALL),
-    ("outputs 1 % larger", lambda: output(lambda out: out * 1.01), EVERY),
-    ("outputs 30 % larger", lambda: output(lambda out: out * 1.3), EVERY),
+    ("outputs 1 % larger", lambda: output(lambda out: out * 1.01), ONE_OUTPUT),
+    ("outputs 30 % larger", lambda: output(lambda out: out * 1.3), ONE_OUTPUT),
     ("outputs shifted", lambda: output(lambda out: out + 0.05), ("numpy_batches", "short")),
-    ("outputs of three bits", lambda: output(coarse), EVERY),
+    ("outputs of three bits", lambda: output(coarse), ONE_OUTPUT),
     ("inputs of three bits", lambda: inputs(coarse), (*PLAIN_STEP, "mlp_epochs", "numpy_batches", *BY_HAND)),
     ("half of the batch twice", lambda: inputs(half_repeated), EVERY),
     ("inputs and targets out of step", lambda: inputs(rolled), EVERY),

@@ -22,6 +22,7 @@ from flatout.script.reference import (
     ReferenceReader,
     ReferenceWriter,
     generator_digest,
+    held_by,
     named_buffers,
     named_weights,
 )
@@ -59,7 +60,7 @@ class NumericsRequest:
     nudge_seed: int = 0
     """Which weights move up and which down."""
     gradient_noise: float = 0.0
-    """Added to each gradient before the optimizer takes it, as a share of its size."""
+    """Added to each gradient before the optimizer takes it, or an update by the script itself; a share of its size."""
     noise_seed: int = 0
 
     @classmethod
@@ -109,6 +110,7 @@ class NumericsRecorder:
 
     def __init__(self, watch: WatchedSteps, request: NumericsRequest) -> None:
         self._watch, self._request = watch, request
+        self._gradient_noise = GradientNoise(request.gradient_noise, request.noise_seed)
         self._losses: list[list[Tensor]] = [[]]
         self._norms: list[Tensor | None] = []
         self._by_tensor: dict[int, list[Tensor]] = {}
@@ -120,7 +122,6 @@ class NumericsRecorder:
         watch.before_optimizer.append(self._optimizer)
         watch.at_iterator.append(self._iterator)
         watch.subject.before_update.append(self._update)
-        self._gradient_noise = GradientNoise(request.gradient_noise, request.noise_seed)
         self._early: dict[int, Tensor] = {}
         """By identity of their parameter, gradients that a backward pass has already applied."""
         if request.nudge == "16-bit" and request.role == "free":
@@ -168,13 +169,16 @@ class NumericsRecorder:
         }
 
     def _step_begins(self) -> None:
-        if self._reference is None or self.steps >= self._request.steps:
+        request, subject = self._request, self._watch.subject
+        if self.steps >= request.steps:
             return
-        self._reference.before_step(self.steps)
-        if self.steps not in self._reference.checks or self._request.nudge == "none":
-            return
-        relative = BITS_OF_16 if self._request.nudge == "16-bit" else None
-        nudge_weights(self._watch.subject, relative, ulps=self._request.nudge_ulps, seed=self._request.nudge_seed)
+        if self._reference is not None:
+            self._reference.before_step(self.steps)
+            if self.steps in self._reference.checks and request.nudge != "none":
+                relative = BITS_OF_16 if request.nudge == "16-bit" else None
+                nudge_weights(subject, relative, ulps=request.nudge_ulps, seed=request.nudge_seed)
+        if request.gradient_noise:
+            self._gradient_noise.add_to(held_by(subject))
 
     def _backward(self, roots: tuple[Tensor, ...]) -> None:
         self._losses[-1] += [root.detach().float().mean() for root in roots if hasattr(root, "detach")]

@@ -11,7 +11,8 @@ state, and makes the step from there:
     updates    of the parameters, from the plain run's own gradients: the effect of a lever on the optimizer
 
 That is why the gradients are replaced: 16-bit products change gradients by a per cent, which would hide a lost weight
-decay, a skipped parameter or a lost momentum.
+decay, a skipped parameter or a lost momentum. Without an optimizer a step begins when its backward pass has ended, so
+the gradients of its update belong to the state.
 
 For models beyond `LARGEST_STATE_BYTES` the state is too large to be loaded; a sample of each tensor is compared
 instead, and the optimizer gets the run's own gradients. Its updates are then compared only where a gradient is clear
@@ -105,11 +106,17 @@ def generator_digest() -> str:
 
 def fits(subject: Subject, checks: int) -> bool:
     """Is the state small enough to be written and loaded at this many check steps?"""
-    tensors = [*named_weights(subject).values()] * 3 + [
+    copies = 3 if subject.optimizers else 4
+    tensors = [*named_weights(subject).values()] * copies + [
         *named_buffers(subject).values(),
         *optimizer_state(subject).values(),
     ]
     return checks * sum(t.numel() * t.element_size() for t in tensors) <= LARGEST_STATE_BYTES
+
+
+def held_by(subject: Subject) -> list[Tensor]:
+    """The parameters whose gradients an update by the script itself is about to use."""
+    return [] if subject.optimizers else _trained(subject)
 
 
 class _Entry(TypedDict):
@@ -120,6 +127,8 @@ class _Entry(TypedDict):
     """False: samples of each tensor."""
     generators: str
     before: dict[str, Tensor]
+    held: list[Tensor | None]
+    """Without an optimizer: the gradients that the parameters have."""
     buffers: dict[str, Tensor]
     optimizers: dict[str, Tensor]
     losses: list[float]
@@ -172,6 +181,7 @@ class ReferenceWriter:
             "whole": self._whole,
             "generators": generator_digest(),
             "before": _kept(weights, self._whole),
+            "held": [_gradient(p, True, i) for i, p in enumerate(held_by(self._subject))] if self._whole else [],
             "buffers": _kept(named_buffers(self._subject), self._whole),
             "optimizers": _kept(optimizer_state(self._subject), self._whole) if self._whole else {},
             "losses": [],
@@ -251,6 +261,14 @@ class ReferenceReader:
         ]
         if entry["whole"]:
             self._put(entry, weights, buffers)
+            self._put_gradients(entry["held"])
+
+    def _put_gradients(self, theirs: list[Tensor | None]) -> None:
+        parameters = held_by(self._subject)
+        if len(theirs) == len(parameters) and any(gradient is not None for gradient in theirs):
+            for parameter, gradient in zip(parameters, theirs, strict=True):
+                _replace(parameter, gradient)
+            self.found[-1]["replaced"] = not self._own_gradients
 
     def _put(self, entry: _Entry, weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         import torch
@@ -363,8 +381,18 @@ def _copied(values: Tensor, tensor: Tensor) -> None:
 
 
 def _replace(parameter: Tensor, gradient: Tensor | None) -> None:
-    if gradient is not None and parameter.grad is not None and parameter.grad.layout is gradient.layout:
-        own_part(parameter.grad.detach()).copy_(gradient)
+    """gradient: dense. A sparse one keeps its rows: some optimizers leave the others as they are."""
+    import torch
+
+    if gradient is None or parameter.grad is None:
+        return
+    mine = parameter.grad.detach()
+    if mine.is_sparse:
+        rows = mine.coalesce().indices()
+        values = gradient.to(mine.device, mine.dtype)[tuple(rows)]
+        parameter.grad = torch.sparse_coo_tensor(rows, values, mine.shape, is_coalesced=True, check_invariants=True)
+    else:
+        own_part(mine).copy_(gradient)
 
 
 def _gradient(parameter: Tensor, whole: bool, index: int, early: Early = NO_EARLY) -> Tensor | None:

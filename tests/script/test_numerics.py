@@ -59,6 +59,32 @@ class Watched:
         recorder.step_ended()
 
 
+class ByHand(Watched):
+    """Without an optimizer: a step begins when a backward pass has ended, with the update that follows from it."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=False)
+        self.share = 1.0
+        """Of the gradients, in each update."""
+        self._pass()
+
+    def step(self, recorder: NumericsRecorder, backwards: int = 1) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.1 * self.share)
+        self.model.zero_grad()
+        self._pass()
+        recorder.step_ended()
+
+    def _pass(self) -> None:
+        self.batches += 1
+        batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(self.batches))
+        loss = self.scale * (self.model(batch) ** 2).mean()
+        for callback in self.watch.at_backward:
+            callback((loss,))
+        loss.backward()
+
+
 def test_losses_norms_and_digests() -> None:
     one, other = Watched().record(2), Watched().record(2)
     assert one == other
@@ -204,6 +230,45 @@ def test_other_random_numbers_are_noticed(folder: str) -> None:
     watched.wrong = lambda: torch.rand(1)
     numerics = watched.record(8, role="checked", folder=folder)
     assert [check.same_generators for check in numerics.checks] == [True, False]
+
+
+def test_an_update_by_hand_is_made_from_the_plain_gradients_too(tmp_path: Path) -> None:
+    """They were those of a state that had drifted since the check step before: at a high learning rate nothing of what
+    followed could be compared."""
+    ByHand().record(9, role="reference", folder=str(tmp_path), checks=(0, 4, 8))
+
+    def checked(**changed: float) -> Numerics:
+        run = ByHand()
+        for name, value in changed.items():
+            setattr(run, name, value)
+        return run.record(9, role="checked", folder=str(tmp_path))
+
+    for one in checked(scale=1.2).checks:
+        assert one.replaced
+        assert [update.error for update in one.updates] == [0.0, 0.0]
+        assert {round(gradient.relative, 3) for gradient in one.gradients} == {0.2}
+    for one in checked(share=0.9).checks:
+        assert [round(update.error / update.moved, 3) for update in one.updates] == [0.1, 0.1]
+    nudged = ByHand().record(9, role="checked", folder=str(tmp_path), nudge="rounding").checks
+    assert [(one.replaced, one.gradients[0].relative < 1e-4) for one in nudged] == [(False, True)] * 3
+
+
+def test_noise_goes_into_updates_by_hand(tmp_path: Path) -> None:
+    ByHand().record(6, role="reference", folder=str(tmp_path), checks=(0, 3))
+    noisy = ByHand().record(6, role="checked", folder=str(tmp_path), gradient_noise=0.01)
+    assert [0.001 < one.updates[0].error / one.updates[0].moved < 0.03 for one in noisy.checks] == [True, True]
+    assert ByHand().record(3, gradient_noise=0.01).losses != ByHand().record(3).losses
+
+
+def test_a_sparse_gradient_is_replaced_in_its_own_rows() -> None:
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([3, 1, 3])).sum().backward()
+    plain = torch.arange(10.0).view(5, 2)
+    reference._replace(table.weight, plain)
+    assert table.weight.grad is not None
+    found = table.weight.grad.coalesce()
+    assert found.indices().tolist() == [[1, 3]]
+    assert torch.equal(found.values(), plain[[1, 3]])
 
 
 def test_a_nudged_run_keeps_its_own_gradients(folder: str) -> None:
