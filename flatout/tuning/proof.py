@@ -235,15 +235,16 @@ def where_stable(rough: Numerics) -> str:
     return f" (at {len(stable)} of {len(effects)} check steps; {noise})"
 
 
-def diverges(plain: Numerics, checked: Numerics, *noisy: Numerics) -> str | None:
+def diverges(plain: Numerics, checked: Numerics, *noisy: Numerics, rough: Numerics | None = None) -> str | None:
     """Where such a run diverges from the plain one between check steps, or None.
 
     The standard is what is typical within it. Some scripts and some steps amplify noise more than others, such as the
-    first ones at a high learning rate. `noisy` shows by how much: plain runs with the same noise in their gradients.
+    first ones at a high learning rate. `noisy` shows by how much: plain runs with the same noise in their gradients. So
+    does `rough`, as `not_reduced` has it, for its own steps alone: its noise is larger than that of a right lever.
     """
     return (
-        _step_stands_out(plain, checked, noisy)
-        or _stretch_stands_out(checked, noisy)
+        _step_stands_out(plain, checked, noisy, rough)
+        or _stretch_stands_out(checked, noisy, rough)
         or _way_beyond_gradients(checked, noisy)
     )
 
@@ -468,16 +469,19 @@ def _tensor_beyond_16_bits(present: Sequence[GradientDifference]) -> str | None:
     return None
 
 
-def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Sequence[Numerics]) -> str | None:
+def _step_stands_out(
+    plain: Numerics, checked: Numerics, noisy: Sequence[Numerics], rough: Numerics | None
+) -> str | None:
     """Noise is similar in all steps; another batch, or a lost step, stands out. Steps count from the last check."""
     differences = _loss_differences(plain, checked)
     if len(differences) < 4:
         return None
     usual = median([value for _, value in differences])
     starts, own = {check.step for check in checked.checks}, _largest(_loss_differences(plain, one) for one in noisy)
+    here = own if rough is None else _largest([own.items(), _loss_differences(plain, rough)])
     anywhere, near = max(own.values(), default=0.0), 0.0
     for step, value in differences:
-        near = max(0.0 if step in starts else near, own.get(step, 0.0))
+        near = max(0.0 if step in starts else near, here.get(step, 0.0))
         explained = max(NOISE_FACTOR * near, NOISE_FACTOR_ANYWHERE * anywhere)
         if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual, explained):
             noise = f"; the same noise in a plain run's gradients causes {anywhere:.1%} at most" if noisy else ""
@@ -485,15 +489,16 @@ def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Sequence[Numeric
     return None
 
 
-def _stretch_stands_out(checked: Numerics, noisy: Sequence[Numerics]) -> str | None:
+def _stretch_stands_out(checked: Numerics, noisy: Sequence[Numerics], rough: Numerics | None) -> str | None:
     """The same for the change of the weights from one check step to the next."""
     shares, own = _stretches(checked), _largest(_stretches(one).items() for one in noisy)
+    here = own if rough is None else _largest([own.items(), _stretches(rough).items()])
     if len(shares) < LEAST_STRETCHES:
         return None
     anywhere = NOISE_FACTOR_ANYWHERE * max(own.values(), default=0.0)
     for step, share in shares.items():
         usual = median([other for one, other in shares.items() if one != step])
-        explained = max(NOISE_FACTOR * own.get(step, 0.0), anywhere)
+        explained = max(NOISE_FACTOR * here.get(step, 0.0), anywhere)
         if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual, explained):
             return f"before step {step + 1} the weights deviate by {share:.0%} of their change, usually {usual:.1%}"
     return None

@@ -320,7 +320,8 @@ class Prover:
         if self._coarse is not None:
             own = _largest_mean(judge.late_differences(plain, self._coarse))
             level += f" (16-bit noise in the first weights: {own:+.2%})"
-        where = "" if self._rough is None else judge.where_stable(self._rough)
+        everywhere = self._rough is None or judge.not_reduced(plain, nudged, checked) is None
+        where = "" if everywhere or self._rough is None else judge.where_stable(self._rough)
         reason = f"each gradient the plain one with 16-bit noise{where}, the optimizer's steps plain; {level}"
         return Judged("reduced", reason, evidence)
 
@@ -340,17 +341,23 @@ class Prover:
 
     def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
         """Why it diverges beyond what noise explains. The runs that measure the noise are made only if needed, and if
-        there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made."""
-        rough = [] if self._rough is None else [self._rough]
-        reason, noise = judge.diverges(plain, checked, *rough), judge.typical_gradient_difference(checked)
+        there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made. Last
+        comes noise in the weights, which shows in a loss at once: at steps that amplify noise as no gradient does."""
+        noise = judge.typical_gradient_difference(checked)
         noisy: list[Numerics] = []
-        while reason is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
+
+        def reason() -> str | None:
+            return judge.diverges(plain, checked, *noisy, rough=self._rough)
+
+        while (found := reason()) is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
             if noisy and judge.diverges(plain, noisy[-1]) is None:
                 break
             seed = len(noisy)
             noisy.append(self._record([], role="checked", gradient_noise=noise, noise_seed=seed, then=choices))
-            reason = judge.diverges(plain, checked, *rough, *noisy)
-        return reason
+        if found is not None and self._rough is None and self.has_time_for(1, self._latest):
+            self._rough = self._record([], role="checked", nudge="16-bit", then=choices)
+            found = reason()
+        return found
 
     def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
         """For a script whose plain runs differ: several runs of each side, compared by their levels."""

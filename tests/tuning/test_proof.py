@@ -295,6 +295,22 @@ def test_a_step_in_which_training_amplifies_noise_does_not_stand_out() -> None:
     assert judge.diverges(PLAIN, stretch, with_check(NOISY, 2, drift=check(20, drift=0.2).drift)) is None
 
 
+def test_noise_in_the_weights_explains_a_step_that_noise_in_the_gradients_does_not_and_no_other() -> None:
+    """word_language_model at a learning rate of 20: bf16 was refused for the loss of step 28, however right."""
+    candidate, reason = ASTRAY["another batch"]
+
+    def rough(step: int) -> Numerics:
+        return replace(NOISY, losses=(*NOISY.losses[:step], (1.4,), *NOISY.losses[step + 1 :]))
+
+    assert reason in str(judge.diverges(PLAIN, candidate, NOISY))
+    assert judge.diverges(PLAIN, candidate, NOISY, rough=rough(22)) is None
+    for elsewhere in (3, 15, 30):
+        assert reason in str(judge.diverges(PLAIN, candidate, NOISY, rough=rough(elsewhere)))
+    stretch, _ = ASTRAY["a lost momentum"]
+    assert judge.diverges(PLAIN, stretch, rough=with_check(NOISY, 2, drift=check(20, drift=0.2).drift)) is None
+    assert judge.diverges(PLAIN, stretch, rough=with_check(NOISY, 1, drift=check(10, drift=0.2).drift)) is not None
+
+
 def test_few_parameters_with_large_noise_do_not_hide_behind_the_others() -> None:
     drowned = with_gradient(NOISY, "0.bias", 1.2, 1.0)
     small = {"0.weight": 100.0, "0.bias": 1.0, "2.weight": 100.0}

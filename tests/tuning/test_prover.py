@@ -204,6 +204,16 @@ def test_what_diverges_is_held_against_a_plain_run_with_noisy_gradients(tmp_path
     assert prover.made.count(("checked", noise)) == 1
 
 
+def test_last_comes_noise_in_the_weights(tmp_path: Path) -> None:
+    candidate = replace(NOISY, losses=(*NOISY.losses[:12], (1.9,), *NOISY.losses[13:]))
+    prover = Recorded(tmp_path, {("reduces",): [candidate, NOISY]})
+    prover.rough = candidate
+    proof = prover.prove([REDUCES])
+    assert proof.verdict == "reduced"
+    assert "check steps; " not in proof.reason  # gradients were compared at all of them
+    assert prover.made[-2:] == [("checked", "16-bit"), ("reduces", "free", "none")]
+
+
 @pytest.mark.parametrize(("second", "verdict"), [(0.4, "reduced"), (0.3, "rejected")])
 def test_where_noise_alone_diverges_it_is_measured_twice(tmp_path: Path, second: float, verdict: str) -> None:
     """An LSTM's loss was 41 % off in one step, and with noise alone 16 %: how far differs from one noise to another."""
