@@ -149,7 +149,7 @@ FAULTS: tuple[tuple[str, Callable[[], Context], tuple[str, ...]], ...] = (
     ("outputs 30 % larger", lambda: output(lambda out: out * 1.3), ONE_OUTPUT),
     ("outputs shifted", lambda: output(lambda out: out + 0.05), ("numpy_batches", "short")),
     ("outputs of three bits", lambda: output(coarse), ONE_OUTPUT),
-    ("inputs of three bits", lambda: inputs(coarse), (*PLAIN_STEP, "mlp_epochs", "numpy_batches", *BY_HAND)),
+    ("inputs of three bits", lambda: inputs(coarse), (*PLAIN_STEP, "mlp_epochs", "numpy_batches", WITHOUT_OPTIMIZER)),
     ("half of the batch twice", lambda: inputs(half_repeated), EVERY),
     ("inputs and targets out of step", lambda: inputs(rolled), EVERY),
     ("inputs of the step before", lambda: inputs(previous()), BATCHED),

@@ -240,11 +240,12 @@ def diverges(plain: Numerics, checked: Numerics, *noisy: Numerics, rough: Numeri
 
     The standard is what is typical within it. Some scripts and some steps amplify noise more than others, such as the
     first ones at a high learning rate. `noisy` shows by how much: plain runs with the same noise in their gradients. So
-    does `rough`, as `not_reduced` has it, for its own steps alone: its noise is larger than that of a right lever.
+    does `rough`, as `not_reduced` has it, for the loss of each step alone. Of the weights it says nothing: they were
+    moved in it.
     """
     return (
         _step_stands_out(plain, checked, noisy, rough)
-        or _stretch_stands_out(checked, noisy, rough)
+        or _stretch_stands_out(checked, noisy)
         or _way_beyond_gradients(checked, noisy)
     )
 
@@ -489,16 +490,15 @@ def _step_stands_out(
     return None
 
 
-def _stretch_stands_out(checked: Numerics, noisy: Sequence[Numerics], rough: Numerics | None) -> str | None:
+def _stretch_stands_out(checked: Numerics, noisy: Sequence[Numerics]) -> str | None:
     """The same for the change of the weights from one check step to the next."""
     shares, own = _stretches(checked), _largest(_stretches(one).items() for one in noisy)
-    here = own if rough is None else _largest([own.items(), _stretches(rough).items()])
     if len(shares) < LEAST_STRETCHES:
         return None
     anywhere = NOISE_FACTOR_ANYWHERE * max(own.values(), default=0.0)
     for step, share in shares.items():
         usual = median([other for one, other in shares.items() if one != step])
-        explained = max(NOISE_FACTOR * here.get(step, 0.0), anywhere)
+        explained = max(NOISE_FACTOR * own.get(step, 0.0), anywhere)
         if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual, explained):
             return f"before step {step + 1} the weights deviate by {share:.0%} of their change, usually {usual:.1%}"
     return None

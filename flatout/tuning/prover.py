@@ -354,7 +354,8 @@ class Prover:
                 break
             seed = len(noisy)
             noisy.append(self._record([], role="checked", gradient_noise=noise, noise_seed=seed, then=choices))
-        if found is not None and self._rough is None and self.has_time_for(1, self._latest):
+        by_losses = found is not None and judge.diverges(plain, checked, *noisy, rough=checked) is None
+        if by_losses and self._rough is None and self.has_time_for(1, self._latest):
             self._rough = self._record([], role="checked", nudge="16-bit", then=choices)
             found = reason()
         return found
