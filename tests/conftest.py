@@ -80,6 +80,15 @@ def busy_ceilings_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def in_removed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder is one that is no longer there."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """The tensors are small, and threads that wait for one another on a busy machine are slow."""
     import torch

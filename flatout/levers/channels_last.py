@@ -1,8 +1,8 @@
 """Images as NHWC: convolutions of oneDNN and of tensor cores then need no reordering.
 
 A convolution with an NHWC input has an NHWC output, and the operations between two convolutions keep the layout: only
-the input of the first one has to be converted. Weights, gradients and optimizer state keep the script's layout, so
-views, flattening and saving work as before. The model's outputs have the layout that they would have without the lever.
+the input of the first one has to be converted. Weights, gradients, optimizer state and the model's outputs keep the
+script's layout.
 
 Random numbers fill a tensor in the order of its memory. So dropout sees the script's layout, or other activations would
 be dropped. A checkpointed part runs as torch has it, which computes it again outside of the model's call: from the same

@@ -134,9 +134,7 @@ def fit(
     _check_metric_of_training(evaluation, metric, patience, epoch_scheduler)
     resumed_at = run.resume()
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.together, step.device), run.source
-    _check_passes(source, epochs, steps)
-    _check_unused(step, source, epochs)
-    _warn_of_lone_ranks(step, source)
+    _check_source(step, source, epochs, steps)
     _ask_again(run, stop_when)
     with (
         run.logging(),
@@ -362,6 +360,12 @@ def _check_length(epochs: object, steps: object, save_every_steps: object) -> No
             as_whole_number(value, name)
 
 
+def _check_source(step: TrainStep, source: Source, epochs: int | None, steps: int | None) -> None:
+    _check_passes(source, epochs, steps)
+    _check_unused(step, source, epochs)
+    _warn_of_lone_ranks(step, source)
+
+
 def _check_passes(source: Source, epochs: int | None, steps: int | None) -> None:
     """An iterator can be read only once: raise before the first epoch rather than after it."""
     once = not isinstance(source, Batches) and source.once
@@ -390,7 +394,7 @@ def _warn_of_lone_ranks(step: TrainStep, source: Source) -> None:
             f"each of the {source.ranks} ranks trains a model of its own, on its share of the samples: the plan has no "
             "`parallel`, and the model is in no DistributedDataParallel; pass Plan(parallel='ddp') to TrainStep and "
             "batches, or rank=0, ranks=1 to batches where each is to have all samples",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

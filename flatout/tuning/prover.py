@@ -266,7 +266,7 @@ class Prover:
             reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
             return Judged("within rounding", reason, evidence)
         if claimed == "rounding":
-            return Judged("rejected", beyond, evidence, judge.not_reduced(plain, nudged, checked, self._rough) is None)
+            return Judged("rejected", beyond, evidence, judge.not_reduced(plain, nudged, checked) is None)
         if claimed != "reduced":
             return Judged("rejected", beyond, evidence)
         return self._reduced(plain, nudged, checked, choices, evidence)
@@ -301,7 +301,8 @@ class Prover:
     def _reduced(
         self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: Evidence
     ) -> Judged:
-        if reason := self._not_reduced(plain, nudged, checked, choices) or self._diverges(plain, checked, choices):
+        rough = self._rough_if_needed(plain, nudged, checked, choices)
+        if reason := judge.not_reduced(plain, nudged, checked, rough) or self._diverges(plain, checked, choices):
             return Judged("rejected", reason, evidence)
         free = self._record(choices)
         reason = judge.drifts(plain, free, self._coarse)
@@ -313,52 +314,49 @@ class Prover:
             return Judged("rejected", reason, evidence)
         drift = _largest_mean(judge.late_differences(plain, free))
         evidence = {**evidence, "loss_drift": drift, "candidate_losses": free.mean_losses()}
-        if self._rough is not None:
-            evidence["loss_floor"] = judge.largest_loss_difference(plain, self._rough)
-            evidence["gradient_floor"] = judge.largest_gradient_difference(self._rough)
+        where = ""
+        if rough is not None:
+            where = judge.where_stable(rough)
+            evidence["loss_floor"] = judge.largest_loss_difference(plain, rough)
+            evidence["gradient_floor"] = judge.largest_gradient_difference(rough)
         level = f"losses of the later half {drift:+.2%} off"
         if self._coarse is not None:
             own = _largest_mean(judge.late_differences(plain, self._coarse))
             level += f" (16-bit noise in the first weights: {own:+.2%})"
-        everywhere = self._rough is None or judge.not_reduced(plain, nudged, checked) is None
-        where = "" if everywhere or self._rough is None else judge.where_stable(self._rough)
         reason = f"each gradient the plain one with 16-bit noise{where}, the optimizer's steps plain; {level}"
         return Judged("reduced", reason, evidence)
 
-    def _not_reduced(
+    def _rough_if_needed(
         self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice]
-    ) -> str | None:
-        """Why it is not the plain run with 16-bit noise, at the check steps. Where its gradients leave the plain ones
-        only later, a plain run with such noise in its weights shows at which steps that says nothing."""
-        reason = judge.not_reduced(plain, nudged, checked, self._rough)
-        if reason is None or self._rough is not None or not judge.differs_only_later(plain, nudged, checked):
-            return reason
-        if not self.has_time_for(1, self._latest):
-            return reason
-        self._progress("proof: does 16-bit noise in the weights change the gradients of a plain run as much?")
-        self._rough = self._record([], role="checked", nudge="16-bit", then=choices)
-        return judge.not_reduced(plain, nudged, checked, self._rough)
+    ) -> Numerics | None:
+        """Where gradients leave the plain ones only later: the run that shows at which steps that says nothing. The
+        verdict on other levers does not depend on whether it was made for these."""
+        if judge.not_reduced(plain, nudged, checked) is None or not judge.differs_only_later(plain, nudged, checked):
+            return None
+        return self._with_rough_weights(choices)
+
+    def _with_rough_weights(self, choices: Sequence[Choice]) -> Numerics | None:
+        """A plain run whose weights are moved by a 16-bit rounding error at every check step; None: no time for it."""
+        if self._rough is None and self.has_time_for(1, self._latest):
+            self._progress("proof: does 16-bit noise in the weights change the numbers of a plain run as much?")
+            self._rough = self._record([], role="checked", nudge="16-bit", then=choices)
+        return self._rough
 
     def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
         """Why it diverges beyond what noise explains. The runs that measure the noise are made only if needed, and if
         there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made. Last
         comes noise in the weights, which shows in a loss at once: at steps that amplify noise as no gradient does."""
-        noise = judge.typical_gradient_difference(checked)
+        reason, noise = judge.diverges(plain, checked), judge.typical_gradient_difference(checked)
         noisy: list[Numerics] = []
-
-        def reason() -> str | None:
-            return judge.diverges(plain, checked, *noisy, rough=self._rough)
-
-        while (found := reason()) is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
+        while reason is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
             if noisy and judge.diverges(plain, noisy[-1]) is None:
                 break
             seed = len(noisy)
             noisy.append(self._record([], role="checked", gradient_noise=noise, noise_seed=seed, then=choices))
-        by_losses = found is not None and judge.diverges(plain, checked, *noisy, rough=checked) is None
-        if by_losses and self._rough is None and self.has_time_for(1, self._latest):
-            self._rough = self._record([], role="checked", nudge="16-bit", then=choices)
-            found = reason()
-        return found
+            reason = judge.diverges(plain, checked, *noisy)
+        if reason is not None and judge.diverges(plain, checked, *noisy, rough=checked) is None:
+            reason = judge.diverges(plain, checked, *noisy, rough=self._with_rough_weights(choices))
+        return reason
 
     def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
         """For a script whose plain runs differ: several runs of each side, compared by their levels."""

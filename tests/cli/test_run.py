@@ -289,12 +289,10 @@ def test_what_a_planned_run_saves_is_what_a_plain_one_saves(run: Run, tmp_path: 
     assert as_planned == as_plain
 
 
-def test_a_current_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, gone = tmp_path / "train.py", tmp_path / "gone"
+@pytest.mark.usefixtures("in_removed_folder")
+def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
     script.write_text("raise SystemExit(5)")
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
     with pytest.raises(UsageError, match=r"the current folder was removed; flatout-run\.json is written there"):
         run_verb.main([str(script)])
 

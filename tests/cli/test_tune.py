@@ -87,18 +87,16 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.slow
-def test_a_current_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_removed_folder")
+def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     """Not even torch can be loaded there."""
-    script, gone = tmp_path / "train.py", tmp_path / "gone"
+    script = tmp_path / "train.py"
     script.write_text("")
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
     with pytest.raises(UsageError, match="the current folder was removed"):
         _prepare(TuneRequest(target=Target.from_command([str(script)])), tmp_path, None)
 
 
+@pytest.mark.slow
 def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_path: Path) -> None:
     body = "line = sys.stdin.readline() if step < 2 else ''; open('log.txt', 'a').write('x'); open('new.txt', 'w')"
     (tmp_path / "my train.py").write_text(LOOP.format(steps=10_000_000, body=body))

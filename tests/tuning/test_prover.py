@@ -183,6 +183,15 @@ def test_gradients_that_differ_later_are_held_against_a_plain_run_with_16_bit_no
     assert prover.made.count(("checked", "16-bit")) == 1  # it is kept for other sets of levers
 
 
+def test_that_run_says_nothing_of_levers_that_do_not_need_it(tmp_path: Path) -> None:
+    """Their verdict would depend on which others were proved before."""
+    prover = Recorded(tmp_path, {("reduces",): unstable(0.7), ("reduces", "bits"): NOISY, ("bits",): PLAIN})
+    prover.rough = unstable(at_4=0.5)  # too few stable check steps
+    assert prover.prove([REDUCES]).verdict == "rejected"
+    proof = prover.prove([REDUCES, BITS])
+    assert (proof.verdict, "check steps; " in proof.reason) == ("reduced", False)
+
+
 def test_without_time_for_that_run_the_lever_is_rejected(tmp_path: Path) -> None:
     prover = Recorded(tmp_path, {("reduces",): unstable(0.7)})
     prover.rough, prover._latest = unstable(), Deadline(0.0)
