@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from flatout.errors import FlatoutError
+from flatout.terminal import harmless
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments[1:]) if arguments[:1] == ["run"] else _verb(arguments)
     except FlatoutError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {harmless(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         if arguments[:1] == ["run"]:

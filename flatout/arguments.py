@@ -7,6 +7,7 @@ says what was given, what it has to be, and how to write it. Only what holds for
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Mapping
 from numbers import Integral
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_BYTES = 1 << 63
 _SHOWN = (str, bytes, int, float, type(None), PurePath)
 
 
@@ -175,17 +177,24 @@ def as_exactness(value: object) -> Exactness:
 
 
 def as_seconds(value: object, name: str = "seconds") -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UsageError(f"{name} is {value!r}", limit="it is above 0", remedy="300 are five minutes")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value!r}", limit="it is above 0, and finite", remedy="300 are five minutes")
     return value
 
 
 def as_bytes(value: object, name: str) -> int:
     """A number of bytes, or a text such as '2 GiB'."""
     found = parse_bytes(value) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise UsageError(f"{name} is {value!r}", limit="it is a number of bytes above 0, or a text such as '2 GiB'")
-    return found
+    count = None
+    if isinstance(found, Integral) or (isinstance(found, float) and found.is_integer()):  # 2e9
+        count = int(found)
+    if count is None or isinstance(found, bool) or not 1 <= count < MOST_BYTES:
+        raise UsageError(
+            f"{name} is {described(value)}",
+            limit="it is a whole number of bytes above 0, or a text such as '2 GiB'",
+            remedy="round it: int(0.9 * total)" if isinstance(value, float) and math.isfinite(value) else "",
+        )
+    return count
 
 
 def as_device(value: device | str | int, name: str = "device") -> device:
@@ -205,9 +214,10 @@ def as_device(value: device | str | int, name: str = "device") -> device:
 
 
 def as_path(value: object, name: str) -> Path:
-    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else b""
+    if isinstance(path, bytes) or not path or "\0" in path:
         raise wrong(name, value, "it is a path, as text or pathlib.Path", "for example 'runs/digits'")
-    return Path(value)
+    return Path(path)
 
 
 def as_iterable(value: T, name: str, *, limit: str, remedy: str) -> T:

@@ -124,9 +124,10 @@ def thread_variables() -> tuple[str | None, ...]:
 
 
 def omp_num_threads() -> int | None:
-    """OMP_NUM_THREADS as a number (the outermost level of a list such as '4,2'); None if unset or malformed."""
+    """OMP_NUM_THREADS as a number (the outermost level of a list such as '4,2'); None if unset or malformed: OpenMP
+    takes a 0 for nothing."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(outermost) if outermost.isdecimal() else None
+    return int(outermost) or None if outermost.isdecimal() else None
 
 
 def onednn_instruction_limit() -> str:
@@ -236,7 +237,7 @@ def _number(name: str) -> int | None:
 
 def cpp_compiler() -> str:
     """The C++ compiler that torch.compile will call: CXX, else g++."""
-    return os.environ.get("CXX") or "g++"
+    return os.environ.get("CXX", "").strip() or "g++"
 
 
 def cuda_home() -> str:
@@ -314,8 +315,19 @@ def headers_are_compiled() -> bool:
 
 
 def inductor_cache() -> dict[str, str]:
-    """The variable that sets this folder for torch.compile."""
-    return {"TORCHINDUCTOR_CACHE_DIR": str(inductor_folder())}
+    """The variable that sets this folder for torch.compile; none where it cannot be made: torch makes it with the first
+    optimizer, and fails there, or has one of its own."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return {"TORCHINDUCTOR_CACHE_DIR": str(inductor_folder())} if given or takes_files(inductor_folder()) else {}
+
+
+def takes_files(folder: Path) -> bool:
+    """Is it there, or can it be made, and may this user write there?"""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def python_path() -> list[str]:

@@ -59,7 +59,15 @@ class NumericsError(FlatoutError, ArithmeticError):
     """A loss, gradient or weight is inf or NaN."""
 
 
+def said_by(error: BaseException) -> str:
+    """Its text; '' where it has none, or cannot give it: `__str__` of a user's exception may fail too."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def describe_error(error: BaseException) -> str:
     """Type and first line, to recognize an error by."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in said_by(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -20,7 +20,12 @@ from flatout.errors import UsageError
 
 def generator_states() -> dict[str, Any]:  # each library's own kind of state
     """What to pass to `set_generators` to draw the same numbers again. Takes about 30 µs."""
-    states: dict[str, object] = {"python": random.getstate(), **torch_generator_states()}
+    return {**torch_generator_states(), **other_generator_states()}
+
+
+def other_generator_states() -> dict[str, object]:
+    """All but torch's: what `torch.utils.checkpoint` does not put back by itself."""
+    states: dict[str, object] = {"python": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
     return states
@@ -56,7 +61,8 @@ def set_generators(states: Mapping[str, Any]) -> None:  # as above
 
     if "python" in states:
         random.setstate(states["python"])
-    torch.default_generator.set_state(states["torch"])
+    if "torch" in states:
+        torch.default_generator.set_state(states["torch"])
     if "numpy" in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():

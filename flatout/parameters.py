@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import contextlib
+import copy
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,11 +18,30 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, object]:
+    """What the optimizer keeps of this parameter, by name; one of a script's own may keep a tensor and no dict of them,
+    which is named ''."""
+    state = optimizer.state.get(parameter, {})
+    return state if isinstance(state, Mapping) else {"": state}
+
+
 def all_parameters(modules: Iterable[Module], optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Of all of them, each once."""
     found: dict[int, Tensor] = {id(one): one for module in modules for one in module.parameters()}
     found |= {id(one): one for optimizer in optimizers for one in parameters_of(optimizer)}
     return list(found.values())
+
+
+def copy_own_attributes(optimizer: Optimizer, copied: Optimizer, memo: dict[int, Any]) -> None:
+    """Complete a deep copy of an optimizer, made with that memo.
+
+    torch copies its groups, defaults and state alone; a class of the user's may need what its `__init__` set besides.
+    What cannot be copied is left out, and so are functions, which may act on the original.
+    """
+    for name, value in list(vars(optimizer).items()):
+        if name not in vars(copied) and not callable(value):
+            with contextlib.suppress(Exception):
+                setattr(copied, name, copy.deepcopy(value, memo))
 
 
 def own_part(tensor: Tensor) -> Tensor:

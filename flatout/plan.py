@@ -136,7 +136,7 @@ class Plan(Choices):
     def part_for(self, scope: Scope) -> Plan:
         """The same plan with the choices alone that apply to a 'script', a training 'step', 'batches', 'predict' or
         'generate'."""
-        if scope not in SCOPES:
+        if scope not in tuple(SCOPES):  # whatever it is, a list too
             raise PlanError(f"scope is {short(scope)}", limit=f"it is {one_of(SCOPES)}")
         return self.without(*(name for name in self.choices() if scope not in declared()[name].scopes))
 

@@ -209,13 +209,6 @@ class Choices:
         levers=("gradients_to_none:GradientsToNone",),
         pairs_with=("allocator",),
     )
-    flush_denormals: bool | None = choice(
-        "treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly",
-        scopes=("script", "step", "predict"),
-        exactness="rounding",
-        levers=("denormals:FlushDenormals",),
-        in_forecasts=False,
-    )
     threads: int | None = choice(
         "intra-op threads of torch on the CPU",
         scopes=("script", "step", "predict", "generate"),
@@ -223,6 +216,14 @@ class Choices:
         levers=("threads:Threads",),
         low=1,
         high=1024,
+        in_forecasts=False,
+    )
+    # After `threads`, and so undone before: it is a setting of each thread, those that `threads` adds included.
+    flush_denormals: bool | None = choice(
+        "treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly",
+        scopes=("script", "step", "predict"),
+        exactness="rounding",
+        levers=("denormals:FlushDenormals",),
         in_forecasts=False,
     )
     optimizer: Literal["fused", "foreach"] | None = choice(

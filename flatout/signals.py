@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 
 
 @contextlib.contextmanager
@@ -58,3 +59,33 @@ def held_back() -> Iterator[None]:
             signal.signal(caught, handler)
         for number, frame in wanted:
             before[number](number, frame)
+
+
+@contextlib.contextmanager
+def own_errors_suppressed() -> Iterator[None]:
+    """Suppresses errors, but for what a signal handler of the program's own raises meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Did one of the program's own signal handlers raise it? Python calls them between any two operations of the main
+    thread, so also within a function that nothing else leaves by an exception."""
+    codes = {_code_of(signal.getsignal(one)) for one in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """None: it is no function of Python's, nor an object that one calls."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    found = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return found if isinstance(found, CodeType) else None

@@ -12,7 +12,7 @@ def bytes_view(tensor: Tensor) -> Tensor:
     """A flat uint8 tensor in the host's memory: the values row by row. Shares the tensor's memory where it can."""
     import torch
 
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not flat.numel():
         return torch.empty(0, dtype=torch.uint8)
     if flat.stride(0) != 1:  # `contiguous` leaves a single element as it is, with a stride that no view of bytes takes

@@ -1,4 +1,4 @@
-"""Is there a terminal behind a stream?"""
+"""Is there a terminal behind a stream, and what may be written to one."""
 
 from __future__ import annotations
 
@@ -9,3 +9,16 @@ def is_terminal(stream: object) -> bool:
         return bool(getattr(stream, "isatty", bool)())
     except (OSError, ValueError):
         return False
+
+
+def printable(text: str) -> str:
+    """In one line, and without control characters: what a script names or says must not drive the reader's terminal."""
+    return "".join(letter for letter in text if letter.isprintable())
+
+
+def harmless(text: str) -> str:
+    """The same of a text of several lines, where what cannot be shown is written as an escape, `\\x1b`."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )

@@ -38,7 +38,9 @@ def test_a_user_may_want_no_history(monkeypatch: pytest.MonkeyPatch, text: str |
     assert environment.keeps_history() is keeps
 
 
-@pytest.mark.parametrize(("text", "threads"), [("4", 4), ("4,2", 4), ("", None), ("many", None), ("-1", None)])
+@pytest.mark.parametrize(
+    ("text", "threads"), [("4", 4), ("4,2", 4), ("", None), ("many", None), ("-1", None), ("0", None)]
+)
 def test_thread_counts(monkeypatch: pytest.MonkeyPatch, text: str, threads: int | None) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     assert environment.omp_num_threads() == threads
@@ -82,3 +84,16 @@ def test_the_profiler_is_quiet_unless_the_user_has_said_how_much_it_logs(
     with environment.quiet_profiler():
         assert environment.variables()["KINETO_LOG_LEVEL"] == (text or "6")
     assert environment.variables().get("KINETO_LOG_LEVEL") == text
+
+
+def test_a_cache_that_cannot_be_made_is_not_given_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch makes the folder with the first optimizer: the script would fail there."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "file"))
+    assert environment.inductor_cache() == {}
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environment.trial_environment({})
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "folder"))
+    assert environment.inductor_cache() == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "folder" / "inductor")}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/users")
+    assert environment.inductor_cache() == {"TORCHINDUCTOR_CACHE_DIR": "/the/users"}

@@ -242,6 +242,8 @@ def test_a_choice_for_somebody_else_is_refused_by_name() -> None:
     ):
         with pytest.raises(PlanError, match=rf"the plan's {named} is .*; {SCOPES[scope]} does not apply it"):
             plan.check_for(scope)
+    with pytest.raises(PlanError, match=r"scope is \['step'\]"):
+        plan.part_for(["step"])  # type: ignore[arg-type]
     plan.without("weights").check_for("step")  # the same plan goes to batches()
     plan.without("weights").check_for("batches")
     with pytest.raises(PlanError, match="scope is 'training'; it is 'script', 'step'"):

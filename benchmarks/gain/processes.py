@@ -28,7 +28,7 @@ from flatout.machine.detect import detect
 from flatout.script.entry import Target
 from flatout.script.trial.setup import TrialSetup
 from flatout.statistics import compare_paired
-from flatout.tuning.last_comparison import Pairs, comparison_of_groups, fresh_arms
+from flatout.tuning.last_comparison import Pairs, PlainAndPlanned, comparison_of_groups
 from flatout.tuning.windows import Pace, compare_arms
 
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits_mlp.py"
@@ -80,7 +80,7 @@ def recorded(case: Case, pairs: int, seconds: float) -> list[Pairs]:
         target = Target(path=case.command[0], arguments=case.command[1:])
         setup = TrialSetup(target=target, work_folder=Path(folder))
         for group in groups:
-            with fresh_arms(setup, choices) as (plain, planned):
+            with PlainAndPlanned(setup, choices).together() as (plain, planned):
                 compare_arms(plain, planned, pace, collected=group)
     return groups
 

@@ -184,9 +184,10 @@ class AppliedPlan:
             with self._while_verifying():
                 result = tune_script(request, machine)
         except FlatoutError as error:
+            why = "; ".join(filter(None, [error.what, error.limit]))
             self._miss(
-                f"{mismatch}, so the script runs without the plan: it could not be verified here ({error.what}; "
-                f"{error.limit}); --trust-plan applies it all the same"
+                f"{mismatch}, so the script runs without the plan: it could not be verified here ({why}); "
+                "--trust-plan applies it all the same"
             )
             self.plan = plan.without(*plan.choices())
             return

@@ -33,6 +33,7 @@ from flatout.script.record_file import WRITE_EVERY_SECONDS
 from flatout.script.replicas.settings import RUN_FOLDER
 from flatout.script.runner import Runner
 from flatout.serve.run_folder import StateFile, read_ranks, read_run
+from flatout.signals import raised_by_handler
 
 MOST_SHARE, SELDOM_SECONDS = 0.002, 5.0
 """States take at most this share of the script's processor time, but there is one every so many seconds."""
@@ -111,6 +112,8 @@ class LiveRun:
             self.latest = self._states.now(status=status, ended=ended)
             self._file.write(self.latest)
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             self.fault = f"{type(error).__name__}: {error}"
 
 

@@ -13,7 +13,7 @@ from flatout.machine.device_rates import DeviceWatch
 from flatout.machine.kept_ceilings import load_ceilings
 from flatout.machine.processes import processes_below
 from flatout.machine.sensors import Sensors, SensorSource
-from flatout.serve.run_folder import all_runs, find_run, read_ranks, read_run
+from flatout.serve.run_folder import all_runs, find_run, read_ranks, read_run, runs_unknown_because
 
 
 class RunWatch:
@@ -28,7 +28,8 @@ class RunWatch:
         devices = self._devices.read(processes=True)
         now = time.monotonic()
         if self._folder is None:
-            return Watched(runs=tuple(all_runs()), devices=devices, clock_seconds=now)
+            unknown = runs_unknown_because()
+            return Watched(runs=tuple(all_runs()), runs_unknown_because=unknown, devices=devices, clock_seconds=now)
         seen = read_run(self._folder)
         return Watched(
             runs=(seen,),

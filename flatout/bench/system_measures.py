@@ -186,8 +186,7 @@ def cache_speed(setup: Setup, seconds: float) -> Sequence[Case]:
 
 
 def _rate(condition: str, step: Step, items: int, setup: Setup, seconds: float) -> Case:
-    wait = torch.cuda.synchronize if setup.device == "cuda" else None
-    found = measure(step, synchronize=wait, warmup=2, min_samples=5, max_seconds=max(seconds, 10.0))
+    found = measure(step, synchronize=wait_of(setup), warmup=2, min_samples=5, max_seconds=max(seconds, 10.0))
     interval = found.interval_seconds
     low, high = (None, None) if interval is None else (items / interval[1], items / interval[0])
     count = len(found.samples_seconds)

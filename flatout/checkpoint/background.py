@@ -61,8 +61,9 @@ class BackgroundWork:
 
     def start(self, work: Callable[[], None]) -> None:
         assert self._thread is None, "wait for the work before"
-        self._thread = threading.Thread(target=self._run, args=(work,), name="flatout-checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(work,), name="flatout-checkpoint")
+        thread.start()  # may fail, and then there is nothing to wait for
+        self._thread = thread
 
     def join(self) -> None:
         """Wait until nothing is in flight; a failure is kept for `wait`."""

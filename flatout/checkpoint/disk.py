@@ -154,6 +154,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def existing_in(folder: Path) -> Path | None:
+    """The folder, or the nearest one above it that exists. UsageError for a path that cannot be."""
+    try:
+        return next((path for path in (folder, *folder.parents) if path.exists()), None)
+    except OSError as error:  # a name that is too long, a folder above it that may not be searched
+        raise UsageError(f"{folder} cannot be used: {error.strerror}", remedy="name a folder that you may write") from (
+            error
+        )
+
+
 def check_space(folder: Path, need_bytes: int, what: str) -> None:
     """Raises MachineError if the disk under `folder` has less than that free, before anything is written."""
     free = _free_bytes(folder)
@@ -177,7 +187,7 @@ def write_error(error: OSError, folder: Path, need_bytes: int, what: str) -> Fla
         )
     return MachineError(
         f"{what} could not be written to {folder}: {error.strerror or error}",
-        limit="the checkpoints before it are untouched",
+        limit="the checkpoints before it are untouched" if folder.is_dir() else "that folder is not there",
         remedy="check the disk, or name another folder",
     )
 
@@ -193,9 +203,9 @@ def _no_space(folder: Path, need_bytes: int, free_bytes: int | None, what: str) 
 
 def _free_bytes(folder: Path) -> int | None:
     """Free space where the folder is, or will be; None if the system does not say."""
-    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
     try:
+        existing = existing_in(folder.absolute())
         usage = None if existing is None else shutil.disk_usage(existing)
-    except OSError:
+    except (OSError, UsageError):
         return None
     return usage.free if usage is not None and usage.total else None

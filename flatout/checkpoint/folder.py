@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import re
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,15 @@ import torch
 
 from flatout.arguments import as_path, as_whole_number, wrong
 from flatout.checkpoint.background import BackgroundWork, HostCopies
-from flatout.checkpoint.disk import abandoned_folders, check_space, remove_folder, sweep, whole_folder, write_error
+from flatout.checkpoint.disk import (
+    abandoned_folders,
+    check_space,
+    existing_in,
+    remove_folder,
+    sweep,
+    whole_folder,
+    write_error,
+)
 from flatout.checkpoint.manifest import SCHEMA, StoredFile, damaged, schema_of
 from flatout.checkpoint.parts import PREFIX, Part
 from flatout.checkpoint.rank_generators import rank_and_ranks
@@ -65,6 +74,8 @@ class Checkpoints:
         self._asynchronous, self._rank = asynchronous, rank
         self._copies, self._part_copies, self._background = HostCopies(), HostCopies(), BackgroundWork()
         self._swept = False
+        self._saving = threading.RLock()
+        """Held by a thread that calls `save`: another would copy its tensors over those that are being written."""
         self._damaged: set[str] = set()
         """Names of checkpoints that `load` has found to be damaged."""
         # a failure that no call of `wait` raised is at least shown when the interpreter exits
@@ -83,6 +94,10 @@ class Checkpoints:
         `asynchronous`, first waits for the save before; if that one failed, raises its error and saves nothing. Where
         several ranks write their parts, what goes wrong on one is raised there and on rank 0, and nothing is saved.
         """
+        with self._saving:
+            self._save(state, step, metric)
+
+    def _save(self, state: Mapping[str, object], step: int, metric: float | None) -> None:
         first = (rank_and_ranks()[0] if self._rank is None else self._rank) == 0
         shared = SharedSave() if _has_parts(state) else None  # before what may fail: ranks count their saves alike
         if not first and shared is None:
@@ -101,6 +116,15 @@ class Checkpoints:
             self._background.start(write)
         else:
             write()
+
+    def check_writable(self) -> None:
+        """Raise UsageError if nothing can be saved here: better before a training than at its first save."""
+        existing = existing_in(self.folder.absolute())
+        if existing is not None and not os.access(existing, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"checkpoints cannot be written to {self.folder}: {existing} may not be written",
+                remedy="name a folder that you may write",
+            )
 
     def _whole(self, found: Split, shared: SharedSave | None, step: int, metric: float | None) -> Callable[[], None]:
         """Checks, copies what has to be copied, and returns the work that is left."""
@@ -352,6 +376,6 @@ def _check_settings(folder: Path, keep_last: int, keep_best: int, best: str) -> 
     as_whole_number(keep_best, "keep_best", least=0, remedy="pass keep_best=0")
     if best not in ("min", "max"):
         raise UsageError(f"best is {best!r}", limit="it must be 'min' or 'max'")
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    existing = existing_in(folder)
     if existing is not None and not existing.is_dir():
         raise UsageError(f"{existing} is a file", limit="checkpoints need a folder", remedy="name another place")

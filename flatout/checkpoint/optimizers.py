@@ -20,6 +20,8 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, not what: the optimizer here keeps its own."""
 DECOUPLED = "decoupled_weight_decay"
 """What tells AdamW from Adam, which have the same options and state otherwise; the optimizer here keeps its own."""
+KIND = "kind"
+"""In a saved state, which of torch's optimizers it is: the options and states of some differ in nothing."""
 _LIKE_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
 )
@@ -29,8 +31,8 @@ _SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max
 
 
 def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """state_dict without codes: the run that resumes may hold the moments in 8 bits, or not."""
-    return without_codes(optimizer.state_dict())
+    """state_dict without codes: the run that resumes may hold the moments in 8 bits, or not; and with its kind."""
+    return {**without_codes(optimizer.state_dict()), KIND: _kind(optimizer)}
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, found: Findings) -> Saved:
@@ -48,6 +50,7 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, 
         what = f"{path} was saved with {_sizes(counts)}"
         limit = f"the optimizer here has {_sizes(own)}"
         raise UsageError(what, limit=limit, remedy="build it over the same parameters in the same groups")
+    options = len(found.unexpected)
     for index, (group, there) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         lacking = [key for key in optimizer.defaults if key not in there]
         unknown = [key for key in there if key not in group and key not in _SCHEDULERS]
@@ -57,6 +60,9 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, 
         if DECOUPLED in there and DECOUPLED in group and there[DECOUPLED] != group[DECOUPLED]:
             values = f"{there[DECOUPLED]} saved, {group[DECOUPLED]} here"
             found.unexpected.append(f"{path}: group {index}: {DECOUPLED} ({values})")
+    kinds = saved.get(KIND), _kind(optimizer)
+    if all(kinds) and kinds[0] != kinds[1] and len(found.unexpected) == options:  # they have the same options
+        found.unexpected.append(f"{path}: the state of another optimizer ({kinds[0]} saved, {kinds[1]} here)")
     for number, (identity, parameter) in enumerate(_parameters(optimizer, saved)):
         for key, value in states.get(identity, {}).items():
             if (
@@ -121,6 +127,12 @@ def _parameters(optimizer: torch.optim.Optimizer, saved: Saved) -> list[tuple[ob
     """(the number it was saved under, parameter), in order."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     return list(zip(numbers, parameters_of(optimizer), strict=True))
+
+
+def _kind(optimizer: object) -> str:
+    """The class of torch that it is, or is derived from; '' for one of another package. AdamW is an Adam."""
+    found = [one.__name__ for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim.")]
+    return found[-2] if len(found) > 1 else ""
 
 
 def _sizes(counts: list[int]) -> str:

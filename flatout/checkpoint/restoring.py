@@ -109,9 +109,10 @@ def _state_in(source: object) -> Mapping[str, object]:
 
 def newest_in(folder: Path) -> Loaded | Checkpoint:
     """The newest whole checkpoint in a folder, or the checkpoint that the folder is. UsageError where there is none."""
+    checkpoints = Checkpoints(folder)
     if (folder / manifest.NAME).exists():
         return open_checkpoint(folder)
-    loaded = Checkpoints(folder).load()
+    loaded = checkpoints.load()
     if loaded is None:
         raise UsageError(f"there is no checkpoint in {folder}", remedy="name the folder that Checkpoints was given")
     return loaded

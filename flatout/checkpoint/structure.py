@@ -232,7 +232,7 @@ def _slot(path: Path) -> Slot:
 
 
 def _check_numpy(dtype: np.dtype[np.generic], path: Path) -> None:
-    if dtype.hasobject or dtype.names:
+    if dtype.hasobject or np.dtype(dtype.str) != dtype:  # not the name of structures, or of types of other packages
         raise _refusal(path, f"is of numpy's dtype {dtype}")
 
 

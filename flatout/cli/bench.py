@@ -11,7 +11,7 @@ import typer
 from flatout.cli.places import check_place
 from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import DeviceOption
-from flatout.report.live_text import printable
+from flatout.terminal import printable
 
 if TYPE_CHECKING:
     from flatout.bench.claim import Claim

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import DeviceOption
+from flatout.cli.users_output import stdout_to_stderr
 
 InstallOption = Annotated[
     str | None,
@@ -79,7 +79,7 @@ def _check_model(model: str, *, json: bool) -> int:
     from flatout.report.document import to_text
     from flatout.report.model_text import model_document, model_text
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document
+    with stdout_to_stderr():  # what the model's own code prints is not our document
         found = check_model(model)
     about = (found.name, found.model, found.findings)
     print(to_text(model_document(*about)) if json else model_text(*about))

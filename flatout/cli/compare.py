@@ -76,19 +76,22 @@ def compare(
 def _documents(side: str) -> list[Document]:
     """Of a file, of every .json of a folder, or of the files that a pattern matches, in the order of their names."""
     import glob
+    import os
 
     from flatout.errors import UsageError
     from flatout.report.document import read_document
 
     path = Path(side)
-    if path.is_dir():
+    if not side:  # as of a variable of a shell that is not set
+        raise UsageError("one side is ''", limit=f"it is {_SIDE}")
+    if os.path.isdir(side):
         found = sorted(path.glob("*.json"))
-    elif path.exists() or not glob.has_magic(side):
+    elif os.path.exists(side) or not glob.has_magic(side):
         found = [path]
     else:
         found = sorted(map(Path, glob.glob(side)))
     if not found:
-        what = f"no .json file in {side}" if path.is_dir() else f"no file matches {side}"
+        what = f"no .json file in {side}" if os.path.isdir(side) else f"no file matches {side}"
         raise UsageError(what, remedy="pass what `flatout run --report FILE` wrote")
     return [read_document(one) for one in found]
 

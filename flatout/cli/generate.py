@@ -96,7 +96,7 @@ def generate(
     used.
     """
     from flatout.report.document import to_text
-    from flatout.report.inference_text import generation_document, write_lines
+    from flatout.report.inference_text import generation_document
 
     if out is not None:
         check_place(out)
@@ -119,7 +119,7 @@ def generate(
     if json:
         print(to_text(generation_document(made)))
     if out is not None:
-        write_lines(out, made)
+        _write(out, made, printed=json)
     print(made.summary(), file=sys.stderr)
     return 0
 
@@ -153,6 +153,19 @@ def _made(
     return made
 
 
+def _write(out: Path, made: Generation, *, printed: bool) -> None:
+    """Where it cannot be written, the texts that were made are printed."""
+    from flatout.errors import UsageError
+    from flatout.report.inference_text import generation_text, write_lines
+
+    try:
+        write_lines(out, made)
+    except UsageError:
+        if not printed:
+            print(generation_text(made))
+        raise
+
+
 def _generator(
     model: str, tokenizer: str | None, plan: Plan, draft: str | None, slots: int | None, device: str | None
 ) -> TokenGenerator:
@@ -177,6 +190,7 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
 
     from flatout.errors import UsageError
     from flatout.infer.input_files import ARRAYS, open_inputs
+    from flatout.plan_document import short
 
     given: list[object] = [_text_or_ids(one, has_tokenizer) for one in texts]
     if file is None:
@@ -186,7 +200,8 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
     if file.suffix in ARRAYS:
         return [*given, *open_inputs(file).begin(0)]
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # a text may hold other separators of lines
+        # A text may hold other separators of lines; and some editors begin a file with a mark.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {file}: {error}", limit="prompts are lines of UTF-8 text") from error
     for number, line in enumerate(lines, 1):
@@ -195,11 +210,17 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
         if file.suffix != ".jsonl":
             given.append(_text_or_ids(line, has_tokenizer))
             continue
+        where = f"{file}, line {number}"
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise UsageError(f"{file}, line {number} is not JSON: {error}") from error
-        given.append(_prompt_in(value, f"{file}, line {number}") if isinstance(value, dict) else value)
+            raise UsageError(f"{where} is not JSON: {error}") from error
+        except RecursionError as error:
+            raise UsageError(f"{where} is nested too deeply", limit="a prompt is a text, or a list of ids") from error
+        value = _prompt_in(value, where) if isinstance(value, dict) else value
+        if not isinstance(value, str | list):  # numbers of several lines would be taken for the ids of one prompt
+            raise UsageError(f"{where} is {short(value)}", limit="a prompt is a text, or a list of ids")
+        given.append(value)
     return given
 
 

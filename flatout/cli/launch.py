@@ -175,15 +175,18 @@ def _plan_file(named: Path | None) -> Path | None:
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
-    """'node0:29500', '10.0.0.1:29500' or '[fe80::1]:29500'."""
+    """'node0:29500', '10.0.0.1:29500' or '[2001:db8::1]:29500'."""
     from flatout.errors import UsageError
+    from flatout.parallel.launching.rank_count import MOST_DIGITS
+    from flatout.plan_document import short
 
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    whole = colon and bare and not (":" in bare and bare == host) and port.isascii() and port.isdecimal()
-    if not whole or not 0 < int(port) < 65_536:
+    whole = colon and bare and not (":" in bare and bare == host)
+    digits = port.isascii() and port.isdecimal() and len(port) <= MOST_DIGITS
+    if not (whole and digits) or not 0 < int(port) < 65_536:
         raise UsageError(
-            f"--rendezvous is {text!r}",
+            f"--rendezvous is {short(text)}",
             limit="it is a host and a port from 1 to 65535",
             remedy="write it as node0:29500 or [2001:db8::1]:29500",
         )

@@ -24,6 +24,7 @@ from flatout.environment import visible_cuda_devices
 from flatout.errors import MachineError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
 from flatout.script.own_modules import own_imports
+from flatout.signals import own_errors_suppressed
 from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ class Run:
         from flatout.script.failure import explain_failure
 
         message = explain_failure(error, choices, self.options, self.target.command)
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(Exception):  # its stream may be the script's own
             sys.stderr.write(message + "\n")
             sys.stderr.flush()
 
@@ -361,17 +362,18 @@ class Run:
     def _say(self, text: str) -> None:
         """Under the script's output, on a terminal only; the script may have closed its streams."""
         if self._show:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(Exception):  # a stream of the script's own may lack this, or raise anything
                 sys.stdout.flush()
             with contextlib.suppress(OSError):
-                os.write(self._terminal, (text + "\n").encode("utf-8", "backslashreplace"))
+                if os.isatty(self._terminal):  # else the script has closed it, and the number may be a file's by now
+                    os.write(self._terminal, (text + "\n").encode("utf-8", "backslashreplace"))
 
     def _warn(self, text: str) -> None:
         """What the user must know, on a terminal or not."""
         if self._show:
             self._say(text)
             return
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(Exception):  # as above
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
@@ -380,7 +382,7 @@ class Run:
         if self._show or "--quiet" in self.options or not _first_rank(self.rank):
             return
         lines = [*self.applied.missed, *self._not_applied(), *self._not_in_processes()]
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(Exception):  # as above
             sys.stderr.writelines(f"flatout: {line}\n" for line in lines)
             sys.stderr.flush()
 
@@ -462,7 +464,7 @@ class Run:
         """A signal or the power may end this process with no chance to write: what it leaves then is not old."""
         if now < self._write_next_at:
             return
-        with contextlib.suppress(Exception):  # it is written again when the script has ended
+        with own_errors_suppressed():  # it is written again when the script has ended
             self._write_early()
         ended = time.perf_counter()
         self._write_next_at = ended + max(WRITTEN_EVERY_SECONDS, (ended - now) / WRITING_SHARE)

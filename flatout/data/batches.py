@@ -118,6 +118,15 @@ class Batches:
         """(number of worker processes, why that number)."""
         return self._pacing.count, self._pacing.reason
 
+    def here(self) -> Callable[[], None]:
+        """Returns a function that goes back to this place, as if no batch had been handed out since."""
+        epoch, position = self.epoch, self.position
+
+        def go_back() -> None:
+            self.epoch, self.position = epoch, position
+
+        return go_back
+
     @property
     def at_end(self) -> bool:
         """Was the last batch of the epoch handed out? The next iteration then ends the epoch and yields no batch."""
@@ -278,6 +287,8 @@ class Batches:
             pacing.decided, pacing.reason = True, "the data is in memory: whole batches are indexed at once"
         elif self._out.plan.loader_workers is not None:
             pacing.decided, pacing.count, pacing.reason = True, self._out.plan.loader_workers, "the plan says so"
+        elif isinstance(self._source, Samples) and (shared := self._source.shared_files()):
+            pacing.give_up(f"{shared[0]} is open: workers would share it, and move one another's place in it")
         elif (method := start_method()) != "fork":
             pacing.give_up(f"processes start by {method!r} here, which imports the script again")
         return pacing
@@ -331,19 +342,16 @@ def whole_epoch(data: object) -> Iterator[None]:
     if not isinstance(data, Batches | Stream) or (isinstance(data, Stream) and data.once):
         yield
         return
-    place = data.epoch, data.position
-    last = data.last if isinstance(data, Stream) else None
+    go_back = data.here()
     data.position = 0
     if isinstance(data, Batches):
         data.trains = False
     try:
         yield
     finally:
-        data.epoch, data.position = place
+        go_back()
         if isinstance(data, Batches):
             data.trains = True
-        if isinstance(data, Stream):
-            data.last = last
 
 
 def batches(
@@ -376,7 +384,8 @@ def batches(
 
     If a data set's own code slows the steps down, it runs in worker processes: they have the data set as it is when
     an epoch begins, and changes that it makes to itself there are not seen here. `Plan(loader_workers=0)` keeps it in
-    this process, where a stream always is. A loader's batch sampler makes the batches, unless batch_size is given.
+    this process, where a stream always is, and a data set that holds an open file. A loader's batch sampler makes the
+    batches, unless batch_size is given.
 
     What samples draw from the global random generators of torch, numpy and Python follows from seed, epoch and sample,
     in a resumed run too. The state of a generator that a data set or a sampler keeps for itself is not saved.
@@ -391,6 +400,12 @@ def batches(
     order: EpochOrder | BatchOrder | BucketOrder | None = None
     tokens = as_tokens(tokens, length, drop_last=drop_last)
     if isinstance(data, DataLoader):
+        if makes_its_own_batches(data):
+            raise UsageError(
+                f"the loader is a {type(data).__name__}, which makes batches in a way of its own",
+                limit="batches are formed here, from the data set and the collate function",
+                remedy="pass its data set; flatout.fit and evaluate take the loader as it is",
+            )
         loader, data, most = data, data.dataset, batch_size
         batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, ranks)
         collate_fn, drop_last = collate_fn or _collate_of(loader), drop_last or loader.drop_last
@@ -452,6 +467,16 @@ def _stream(
     if shuffle:
         raise UsageError("shuffle is True for a stream", limit="a stream has one order", remedy="shuffle it inside")
     return Stream(data, handing_out, collate_fn or default_collate, seed=seed)
+
+
+def makes_its_own_batches(loader: DataLoader[object]) -> bool:
+    """Is it of a class that changes what torch's loader yields?"""
+    from torch.utils.data import DataLoader
+
+    from flatout.torch_private.loading import GET_ITERATOR
+
+    kind = type(loader)
+    return any(getattr(kind, name) is not getattr(DataLoader, name, None) for name in ("__iter__", GET_ITERATOR))
 
 
 def _collate_of(loader: DataLoader[object]) -> Collate | None:

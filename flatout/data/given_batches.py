@@ -7,10 +7,10 @@ It is not compared where a step had changed it in place: what it held is not kno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, NotRequired, TypeGuard
 
-from flatout.data.batches import Batches, batches
+from flatout.data.batches import Batches, batches, makes_its_own_batches
 from flatout.data.checksums import Kept, checksum
 from flatout.data.handing_out import PlaceState, no_batch, other_kind
 from flatout.data.nested import batch_length, to_device
@@ -22,6 +22,7 @@ from flatout.plan import Plan
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.data import DataLoader
 
 _END = object()
 BATCH_SIZE = 64
@@ -78,6 +79,15 @@ class GivenBatches:
         self.epoch, self.position = state["epoch"], state["position"]
         self._began, self._last = state.get("generators"), state.get("checksum")
         self._before_last = state.get("generators_of_last")
+
+    def here(self) -> Callable[[], None]:
+        """As of Batches. What is known of the last batch belongs to the place."""
+        before = self.epoch, self.position, self._last, self._before_last
+
+        def go_back() -> None:
+            self.epoch, self.position, self._last, self._before_last = before
+
+        return go_back
 
     def __iter__(self) -> Iterator[object]:
         if (set_epoch := getattr(self._data, "set_epoch", None)) is not None:
@@ -141,20 +151,25 @@ def batches_of(data: object, plan: Plan, device: torch.device) -> Batches | Stre
     """What `fit` trains on: the result of `flatout.batches` as it is, and anything else made into a source of batches.
 
     Of a DataLoader its data, batch size, order (drawn from seed 0) and collate function are used; one with neither
-    batch_size nor batch sampler yields batches of its own making, which are taken as they are. Columns (a tuple or
-    dict of tensors or arrays) and data sets are cut into batches of 64 samples. An iterable of another kind,
-    a list too, is one of batches. UsageError for anything else.
+    batch_size nor batch sampler, or of a class with an `__iter__` of its own, yields batches of its own making, which
+    are taken as they are. Columns (a tuple or dict of tensors or arrays) and data sets are cut into batches of 64
+    samples. An iterable of another kind, a list too, is one of batches. UsageError for anything else.
     """
     from torch.utils.data import DataLoader
 
     if isinstance(data, Batches | Stream | GivenBatches):
         return data
     plan = plan.part_for("batches")
-    if isinstance(data, DataLoader) and (data.batch_size is not None or data.batch_sampler is not None):
+    if isinstance(data, DataLoader) and _is_cut_here(data):
         return batches(data, plan=plan, device=device)
     if isinstance(data, list | DataLoader) or _is_iterable_of_batches(data):
         return GivenBatches(data, device)
     return batches(data, BATCH_SIZE, plan, device=device)
+
+
+def _is_cut_here(loader: DataLoader[object]) -> bool:
+    cut = loader.batch_size is not None or loader.batch_sampler is not None
+    return cut and not makes_its_own_batches(loader)
 
 
 def _is_iterable_of_batches(data: object) -> TypeGuard[Iterable[object]]:

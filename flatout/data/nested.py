@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, overload
 
-from flatout.arguments import as_device
+from flatout.arguments import as_device, described
 from flatout.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 L = TypeVar("L")
 """A leaf."""
 T = TypeVar("T")
-PerSample: TypeAlias = "Tensor | list[object] | tuple[object, ...]"
+PerSample: TypeAlias = "Tensor | list[object] | tuple[object, ...] | NDArray[generic]"
 """Entries of a batch, one for each sample."""
 _ATOMS = (str, bytes, int, float, bool, type(None))
 
@@ -129,8 +129,16 @@ def leaves_in(
 def batch_length(batch: object) -> int:
     """How many samples a batch has: the first size of its tensors, if it is the same in all.
 
-    Raises UsageError if there is no tensor, or if the first sizes differ: it is then unclear what a sample is.
+    Raises UsageError if there is no tensor, if the first sizes differ (it is then unclear what a sample is), and for a
+    PackedSequence, in which samples lie side by side.
     """
+    packed = next((path for path, _ in leaves_in(batch, "batch", _is_packed)), None)
+    if packed is not None:
+        raise UsageError(
+            f"{packed} is a PackedSequence",
+            limit="its samples lie side by side, so it has no dimension along which a batch is split",
+            remedy="pad them and pack in the model, or train with micro_batches = 1 and out_of_memory = 'raise'",
+        )
     sizes: dict[str, int] = {path: len(tensor) for path, tensor in tensors_in(batch) if tensor.dim() > 0}
     if not sizes:
         raise UsageError(
@@ -147,8 +155,15 @@ def batch_length(batch: object) -> int:
     return next(iter(sizes.values()))
 
 
+def _is_packed(value: object) -> bool:
+    return type(value).__name__ == "PackedSequence" and hasattr(value, "batch_sizes")
+
+
 def slice_batch(batch: T, start: int, stop: int) -> T:
-    """Samples `start` to `stop`: tensors as views; lists of strings or numbers as long as the batch are sliced too."""
+    """Samples `start` to `stop`: tensors as views; lists without tensors and arrays as long as the batch too.
+
+    Raises UsageError for what holds samples and cannot be sliced: sparse and nested tensors, objects with a `to`.
+    """
     sliced: T = _each_along_the_batch(batch, batch_length(batch), lambda values: values[start:stop])
     return sliced
 
@@ -167,9 +182,12 @@ def resize_batch(batch: T, samples: int, resized: Callable[[Tensor], Tensor]) ->
     length = batch_length(batch)
 
     def change(values: PerSample) -> object:
-        if not isinstance(values, (list, tuple)):
+        if is_tensor(values):
             return resized(values)
-        repeated = [values[i % length] for i in range(samples)]
+        order = [i % length for i in range(samples)]
+        if is_numpy_array(values):
+            return values[order]
+        repeated = [values[i] for i in order]
         return repeated if isinstance(values, list) else tuple(repeated)
 
     changed: T = _each_along_the_batch(batch, length, change)
@@ -177,19 +195,56 @@ def resize_batch(batch: T, samples: int, resized: Callable[[Tensor], Tensor]) ->
 
 
 def _each_along_the_batch(
-    nested: object, length: int, change: Callable[[PerSample], object]
+    nested: object, length: int, change: Callable[[PerSample], object], path: str = "batch"
 ) -> Any:  # the type of `nested`
-    """`change` applied to what has one entry per sample: tensors, and lists of strings or numbers of that length."""
-    if isinstance(nested, (list, tuple)) and len(nested) == length and all(isinstance(v, _ATOMS) for v in nested):
-        return change(nested)
+    """`change` applied to what has one entry per sample: tensors, arrays, and lists without tensors of that length."""
+    if isinstance(nested, _ATOMS):
+        return nested
+    if is_tensor(nested):
+        _check_sliceable(nested, path)
+        return change(nested) if nested.dim() else nested
+    if is_numpy_array(nested):
+        return change(nested) if nested.ndim and len(nested) == length else nested
     if isinstance(nested, Mapping):
-        changed = {key: _each_along_the_batch(value, length, change) for key, value in nested.items()}
+        changed = {
+            key: _each_along_the_batch(value, length, change, f"{path}[{key!r}]") for key, value in nested.items()
+        }
         return _with_items(nested, changed)
     if isinstance(nested, (list, tuple)):
-        return _with_entries(nested, [_each_along_the_batch(value, length, change) for value in nested])
+        if len(nested) == length and not _holds_tensors(nested):
+            return change(nested)
+        parts = [_each_along_the_batch(value, length, change, f"{path}[{i}]") for i, value in enumerate(nested)]
+        return _with_entries(nested, parts)
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        return _with_fields(nested, lambda value: _each_along_the_batch(value, length, change))
-    return map_tensors(lambda tensor: change(tensor) if tensor.dim() else tensor, nested)
+        names = {id(getattr(nested, field.name)): field.name for field in dataclasses.fields(nested)}
+        return _with_fields(
+            nested, lambda value: _each_along_the_batch(value, length, change, f"{path}.{names[id(value)]}")
+        )
+    if moves_itself(nested):
+        raise UsageError(
+            f"{path} is {described(nested)}",
+            limit="which of its contents belong to which sample is not known, so that it cannot be split",
+            remedy="keep it out of the batch, or train with micro_batches = 1 and out_of_memory = 'raise'",
+        )
+    return nested
+
+
+def _holds_tensors(entries: Sequence[object]) -> bool:
+    """Or what moves as one does, and may hold some."""
+    return any(True for _ in leaves_in(entries, "", moves_itself))
+
+
+def _check_sliceable(tensor: Tensor, path: str) -> None:
+    layout = str(getattr(tensor, "layout", "torch.strided"))
+    nested = bool(getattr(tensor, "is_nested", False))
+    if layout == "torch.strided" and not nested:
+        return
+    kind = "nested" if nested else layout.removeprefix("torch.")
+    raise UsageError(
+        f"{path} is a tensor of layout {kind}",
+        limit="torch cannot slice it along its samples, as splitting a batch does",
+        remedy="make it dense or padded, or train with micro_batches = 1 and out_of_memory = 'raise'",
+    )
 
 
 def split_batch(batch: T, parts: int) -> list[T]:

@@ -13,7 +13,8 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, TypeVar
+from itertools import islice
+from typing import IO, TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, TypeVar, cast
 
 from flatout.data.fetch import WholeBatches, leaves, tensors_of
 from flatout.data.nested import is_numpy_array, leaves_in, map_leaves, map_tensors
@@ -34,6 +35,10 @@ Collate: TypeAlias = Callable[..., object]
 T = TypeVar("T")
 MOST_NOTED = 2**28
 """Samples of a data set of which is kept, in a byte each, that they drew no random numbers."""
+MOST_LOOKED_AT = 100
+"""Entries of a list or attributes of an object that are looked through for open files."""
+FILES_OF_LIBRARIES = ("h5py", "lmdb", "netCDF4", "sqlite3", "tables")
+"""Packages whose objects are files that cannot be used by a process that was forked after they were opened."""
 TABLE_PACKAGES = ("pandas", "polars", "cudf", "modin")
 
 
@@ -154,6 +159,19 @@ class Samples:
             dataset = attributes.get("dataset")
         return found
 
+    def shared_files(self) -> list[str]:
+        """The attributes of the data set, and of those that it is made from, that hold open files. Processes that are
+        forked share the place at which the next byte is read."""
+        found: list[str] = []
+        datasets: list[object] = [self._dataset]
+        for dataset in datasets:  # which grows
+            attributes = dict(getattr(dataset, "__dict__", {}))
+            below, several = attributes.pop("dataset", None), attributes.pop("datasets", None)
+            found += [f"{type(dataset).__name__}.{name}" for name, one in attributes.items() if _holds_open_file(one)]
+            parts = [below, *(several if isinstance(several, list | tuple) else ())]
+            datasets += [one for one in parts if one is not None and not any(one is other for other in datasets)]
+        return found
+
     def _plain(self, wanted: list[int]) -> object:
         many = getattr(self._dataset, "__getitems__", None)
         return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
@@ -180,6 +198,32 @@ def _is_own_generator(value: object) -> bool:
     if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
         return False
     return value is not getattr(numpy.get_state, "__self__", None)
+
+
+def _holds_open_file(value: object) -> bool:
+    """Is it one, one in a list or dict, or of a class that reads one, such as ZipFile?"""
+    if isinstance(value, list | tuple | dict):  # no other mapping, which may read what it is asked for
+        entries = islice(value.values() if isinstance(value, dict) else value, MOST_LOOKED_AT)
+        return any(_holds_open_file(one) for one in entries if not isinstance(one, list | tuple | dict))
+    package = type(value).__module__.partition(".")[0]
+    if package in FILES_OF_LIBRARIES:
+        return True
+    if package in ("torch", "multiprocessing", "logging"):  # what these hold is meant to be shared
+        return False
+    inside = islice(getattr(value, "__dict__", {}).values(), MOST_LOOKED_AT)
+    return any(map(_is_open_file, (value, *inside)))
+
+
+def _is_open_file(value: object) -> bool:
+    """Is it a file or socket that this process reads from?"""
+    standard = any(value is one for one in (sys.stdin, sys.stdout, sys.stderr))
+    if standard or not callable(getattr(type(value), "fileno", None)):
+        return False
+    file = cast("IO[bytes]", value)
+    try:
+        return (file.readable() if hasattr(value, "readable") else True) and file.fileno() >= 0
+    except (OSError, ValueError):  # closed, or in memory
+        return False
 
 
 class Whole:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired
 
@@ -66,6 +66,15 @@ class Stream:
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state.get("seed", self.seed)
         saved = state.get("checksum")
         self.last = None if saved is None else (self.epoch, self.position, saved)
+
+    def here(self) -> Callable[[], None]:
+        """As of Batches."""
+        epoch, position, last = self.epoch, self.position, self.last
+
+        def go_back() -> None:
+            self.epoch, self.position, self.last = epoch, position, last
+
+        return go_back
 
     def __iter__(self) -> Iterator[Any]:  # as for Batches
         set_epoch = getattr(self._data, "set_epoch", None)
@@ -147,12 +156,16 @@ class _Reading:
         """Batches that were made of them and not handed out yet."""
         self._data = data
         self._samples: Iterator[object] | None = None
+        self._begun: list[object] = []
+        """Samples of a batch that was broken off: an iterator does not yield them again."""
         self._generators: Mapping[str, Any] | None = None
 
     def take(self, count: int) -> list[object]:
         """The next samples; fewer at the end."""
         with self._drawing() as samples:
-            taken = list(itertools.islice(samples, count))
+            for sample in itertools.islice(samples, count - len(self._begun)):
+                self._begun.append(sample)
+        taken, self._begun = self._begun, []
         self.read += len(taken)
         return taken
 
@@ -160,9 +173,10 @@ class _Reading:
         """Returns the last one; None if the stream ends before `count`."""
         last: object = None
         with self._drawing() as samples:
-            for sample in itertools.islice(samples, count):
+            for sample in itertools.islice(itertools.chain(self._begun, samples), count):
                 last = sample
                 self.read += 1
+        self._begun = self._begun[count:]
         return last
 
     @contextlib.contextmanager
@@ -174,5 +188,7 @@ class _Reading:
                 set_generators(self._generators)
             if self._samples is None:
                 self._samples = iter(self._data)
-            yield self._samples
-            self._generators = generator_states()
+            try:
+                yield self._samples
+            finally:
+                self._generators = generator_states()

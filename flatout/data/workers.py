@@ -53,8 +53,8 @@ class _Dataset:
 class _Keys:
     """A sampler whose keys can be replaced for each epoch, so that workers can persist between epochs."""
 
-    def __init__(self) -> None:
-        self.keys: Sequence[Key] = ()
+    def __init__(self, keys: Sequence[Key] = ()) -> None:
+        self.keys = keys
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.keys)
@@ -75,23 +75,36 @@ class Workers:
         import torch
         from torch.utils.data import DataLoader
 
-        self._keys = _Keys()
-        self._loader: DataLoader[object] = DataLoader(
-            _Dataset(source),  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=self._keys,
-            collate_fn=_as_it_is,  # torch's default makes tensors of arrays, and lists of tuples
-            num_workers=count,
-            persistent_workers=persistent,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            worker_init_fn=_leave_interrupts_to_the_main_process,
-            generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers
-        )
+        self._keys, self._busy = _Keys(), False
+
+        def loader(keys: _Keys, *, persistent: bool) -> DataLoader[object]:
+            return DataLoader(
+                _Dataset(source),  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=keys,
+                collate_fn=_as_it_is,  # torch's default makes tensors of arrays, and lists of tuples
+                num_workers=count,
+                persistent_workers=persistent,
+                prefetch_factor=prefetch_factor,
+                pin_memory=pin_memory,
+                worker_init_fn=_leave_interrupts_to_the_main_process,
+                generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers
+            )
+
+        self._made = loader
+        self._loader = loader(self._keys, persistent=persistent)
 
     def batches(self, keys: Sequence[Key]) -> Iterator[object]:
-        self._keys.keys = keys
-        return iter(self._loader)
+        """An evaluation may ask for other ones meanwhile: workers that persist would begin anew for it, so it gets
+        processes of its own."""
+        if self._busy:
+            yield from self._made(_Keys(keys), persistent=False)
+            return
+        self._keys.keys, self._busy = keys, True
+        try:
+            yield from self._loader
+        finally:
+            self._busy = False
 
 
 def _as_it_is(batch: object) -> object:

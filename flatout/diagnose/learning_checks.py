@@ -32,9 +32,10 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
     needs="in the steps that were watched: every gradient was exactly 0; or no weight changed at all, or the loss was "
     "exactly the same in 8 steps in a row (neither of these two where steps are given a closure and the optimizer "
     "stops by itself once it has converged, as LBFGS); or it was NaN or infinite in 3; or 120 losses or more rise, by "
-    "a rank test at 1 in 1,000, to twice their level, no network is called for targets in every second step or more, "
-    "and nothing in the source is named a reward or an advantage; or predictions and targets are broadcast against "
-    "each other to more elements than either has, such as [80, 1] and [80]",
+    "a rank test at 1 in 1,000, to twice their level, they are not sums over batches of several sizes, the line of the "
+    "backward pass is reached from one place alone, no network is called for targets in every second step or more, and "
+    "nothing in the source is named a reward or an advantage; or predictions and targets are broadcast against each "
+    "other to more elements than either has, such as [80, 1] and [80]",
     if_wrong="a run is stopped that would have learned later",
 )
 def loss_not_falling(facts: Facts) -> Seen | None:
@@ -43,7 +44,9 @@ def loss_not_falling(facts: Facts) -> Seen | None:
         return None
     if seen.broadcast_losses:
         return _broadcast(seen.broadcast_losses)
-    may_rise = _has_moving_targets(seen) or _is_rewarded(facts)
+    may_rise = (
+        _has_moving_targets(seen) or _is_rewarded(facts) or _has_several_losses(seen) or _is_sum_of_any_size(seen)
+    )
     why = _why_not_falling(
         seen.losses, moves=seen.weights_move, may_rise=may_rise, may_stop=seen.stops_where_converged
     ) or _dead(seen.gradients, seen.losses)
@@ -124,6 +127,16 @@ def _has_moving_targets(seen: Behaviour) -> bool:
         and (one.unused if one.grad else one.calls) >= TARGETS_SHARE * seen.steps
         for one in seen.forwards
     )
+
+
+def _has_several_losses(seen: Behaviour) -> bool:
+    """Does one line, as in a function that both networks of a GAN are updated by, start from the losses of several?"""
+    return any(one.callers > 1 for one in seen.backwards)
+
+
+def _is_sum_of_any_size(seen: Behaviour) -> bool:
+    """Such losses grow with their batches. Two sizes are those of an epoch, whose last batch is smaller."""
+    return seen.batch_shapes > 2 and any(one.reduction == "sum" for one in seen.backwards)
 
 
 def _is_rewarded(facts: Facts) -> bool:

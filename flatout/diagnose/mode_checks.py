@@ -10,7 +10,8 @@ LEAST_CALLS = 3
 RARELY = 10
 """Training calls for one that only evaluates; labels for the next training call are made more often."""
 ALTERNATING = 0.5
-"""Of the training calls, those with a run of calls before them: a policy acts so between its updates."""
+"""Of the training calls, or of the steps where these have several, those with a run of calls before them: a policy acts
+so between its updates."""
 FINITE = ("aten::isnan", "aten::isinf", "aten::isfinite")
 LEAST_FINITE, FINITE_SHARE, FINITE_CALLS = 10, 0.05, 0.1
 RANDOM = (
@@ -71,13 +72,14 @@ def evaluation_in_train_mode(facts: Facts) -> Seen | None:
         in_a_row, rarely = one.longest_run >= LEAST_CALLS, not one.grad and RARELY * one.calls <= trained
         if not one.updated or not trained or not (in_a_row or rarely):
             continue
+        steps = facts.behaviour.steps if facts.behaviour is not None else trained
         return Seen(
             title=f"{one.module} is evaluated in training mode",
             evidence=f"{one.calls} calls without a backward pass, {_how_often(one, trained)}, with "
             f"{', '.join(one.mode_layers)} in training mode",
             remedy="model.eval() before evaluation, model.train() after it",
             fault=True,
-            certain=in_a_row and one.calls < ALTERNATING * trained * one.longest_run,
+            certain=in_a_row and one.calls < ALTERNATING * min(trained, steps) * one.longest_run,
             lines=where(one.line),
             unknown="it changes results, not the time",
         )

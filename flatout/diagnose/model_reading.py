@@ -279,8 +279,12 @@ def _held(value: object, depth: int = 0) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def _trainable(one: nn.Module | nn.Parameter) -> list[Tensor]:
-    """A frozen module may be kept out on purpose, and no optimizer misses it."""
-    parameters = list(one.parameters()) if isinstance(one, nn.Module) else [one]
+    """A frozen module may be kept out on purpose, and no optimizer misses it. One that cannot list its parameters, as
+    its __init__ does not call that of nn.Module, has none."""
+    try:
+        parameters = list(one.parameters()) if isinstance(one, nn.Module) else [one]
+    except Exception:
+        return []
     return [each for each in parameters if each.requires_grad and not is_lazy(each)]
 
 

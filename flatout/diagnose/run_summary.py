@@ -169,7 +169,7 @@ def _death(runner: Runner) -> MemoryDeath | None:
 
 
 def _usable_gpus(machine: Machine) -> tuple[str, ...]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # a script may have a module of its own by that name
+    if cuda is None or not cuda.is_available():
         return ()
     return tuple(gpu.name for gpu in machine.devices)

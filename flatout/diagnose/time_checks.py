@@ -24,6 +24,8 @@ MANY_LOSSES = 16
 """Calls of a loss at one line in a step: more than tasks or scales, as few as the positions of a short sequence."""
 OPERATOR_SHARE, MANY_CALLS = 0.1, 100
 """Of a line's time, in operators: from here on the line computes with tensors, unless it calls that many in a step."""
+CONTENDED_SLOWDOWN = 40.0
+"""So much longer an operator takes at times where its threads wait for a core that others use."""
 ELEMENT_OPERATORS = ("aten::item", "aten::is_nonzero", "aten::lift_fresh")
 """They read or write one number of a tensor. A line that calls many in a step is a loop over numbers, operators and
 all."""
@@ -122,7 +124,7 @@ def _own_python(facts: Facts) -> Seen | None:
     profile has no lines of operators, as of a script that compiles its model.
 
     Where others kept the processor busy, an operator takes much longer in one step than in the next, so that what is
-    left of a line that calls any says nothing.
+    left of a line says nothing if its operators could have taken that long.
     """
     assert facts.profile is not None
     if "lines" in facts.profile.reasons:
@@ -141,7 +143,7 @@ def _own_python(facts: Facts) -> Seen | None:
         seconds, calls = operators.get(place, (0.0, 0.0))
         if by_element[place] >= MANY_CALLS:
             seconds = 0.0
-        computes = seconds > 0.0 if facts.contended else seconds >= OPERATOR_SHARE * one.seconds
+        computes = seconds * (CONTENDED_SLOWDOWN if facts.contended else 1 / OPERATOR_SHARE) >= one.seconds
         if not computes or calls >= MANY_CALLS:
             lines[one.line[:2]] = one, max(0.0, one.seconds - seconds)
     cost, whole = sum(left for _, left in lines.values()), facts.whole_step_seconds

@@ -17,6 +17,8 @@ class Watched:
     """At one moment. single: one run was asked for, and `energy` and `ceilings` are of it."""
 
     runs: tuple[SeenRun, ...]
+    runs_unknown_because: str | None = None
+    """Why runs may be missing among these."""
     devices: Devices
     clock_seconds: float
     """time.monotonic() then."""
@@ -36,6 +38,7 @@ class Watched:
     def to_json(self) -> dict[str, object]:
         return {
             "runs": [one.to_json() for one in self.runs],
+            "runs_unknown_because": self.runs_unknown_because,
             "devices": self.devices.to_json(),
             "ranks": self.ranks.to_json(),
             "processes": [asdict(one) for one in self.processes],

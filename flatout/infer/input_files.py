@@ -143,9 +143,10 @@ def _lines(path: Path, encode: Encode | None) -> InputFile:
 
     def begin(start: int) -> Iterator[object]:
         with open(path, "rb") as file:
-            for line in itertools.islice(file, start, None):
+            for number, line in enumerate(itertools.islice(file, start, None), start):
                 try:
-                    yield read(line.decode("utf-8").rstrip("\r\n"), encode)
+                    text = line.decode("utf-8" if number else "utf-8-sig")  # some editors begin a file with a mark
+                    yield read(text.rstrip("\r\n"), encode)
                 except UnicodeDecodeError as error:
                     yield UsageError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
                 except UsageError as error:
@@ -159,6 +160,8 @@ def _json_line(line: str, encode: Encode | None) -> object:
         value = json.loads(line)
     except ValueError as error:
         raise UsageError(f"the line is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UsageError("the line's JSON is nested too deeply", limit="an input is numbers, or a text") from error
     if isinstance(value, str):
         return _text(value, encode)
     if isinstance(value, dict):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -30,7 +31,7 @@ from typing import TypeVar
 from torch import nn
 
 from flatout.arguments import as_device
-from flatout.errors import UsageError
+from flatout.errors import UsageError, said_by
 from flatout.infer.user_lines import user_line
 
 FORMS = "a model is named file.py:name, package.module:name or a folder with a Hugging Face config.json"
@@ -148,9 +149,11 @@ def _run(function: Callable[[], T], doing: str) -> T:
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}" if error.filename else doing
         raise UsageError(f"{where}: {type(error).__name__}: {error.msg}", limit="Python cannot run it") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too, and what the user derives from nothing nearer
         line = user_line(error)
-        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        said = f"{type(error).__name__}: {said_by(error)}".rstrip(": ")
         at = f" at {line}" if line else ""
         raise UsageError(f"{doing} failed{at}: {said}", remedy="make it work in plain Python first") from error
 
@@ -158,10 +161,11 @@ def _run(function: Callable[[], T], doing: str) -> T:
 def _attribute(module: ModuleType, name: str, source: str) -> object:
     value: object = module
     for part in name.split("."):
-        if not hasattr(value, part):
+        has_part = functools.partial(hasattr, value, part)
+        if not _run(has_part, f"reading {name} of {source}"):  # a property, or the file's own __getattr__
             names = [one for one in vars(value) if not one.startswith("_")] if hasattr(value, "__dict__") else []
             close = difflib.get_close_matches(part, names, n=1)
-            models = [one for one in names if _could_be_a_model(getattr(value, one, None), module)]
+            models = [one for one in names if _could_be_a_model(inspect.getattr_static(value, one, None), module)]
             remedy = f"did you mean {close[0]}?" if close else f"it has {_listed(models)}" if models else ""
             raise UsageError(
                 f"{source} has no {name!r}", limit="the name of an object in it follows the colon", remedy=remedy

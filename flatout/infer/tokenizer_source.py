@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
-from flatout.errors import UsageError
+from flatout.errors import FlatoutError, UsageError, describe_error
+from flatout.infer.generation.token_ids import whole_number
 from flatout.infer.model_source import load_object
+from flatout.plan_document import short
 
 
 class Encoding(Protocol):
@@ -56,6 +58,7 @@ def as_tokenizer(found: object, name: str = "tokenizer") -> Tokenizer:
 
 
 _METHODS = ("encode", "decode")
+_METHODS_GIVE = "encode(text) gives token ids, and decode(ids) a text"
 
 
 def _is_tokenizer(found: object) -> TypeGuard[Tokenizer]:
@@ -67,20 +70,49 @@ def _is_hugging_face(tokenizer: object) -> TypeGuard[_HuggingFaceTokenizer]:
 
 
 def encode_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """text -> ids, also for a tokenizer of the tokenizers library, which encodes to an object that holds them."""
+    """text -> ids, also for a tokenizer of the tokenizers library, which encodes to an object that holds them.
+
+    UsageError for a text that it cannot encode (a character that it does not know), and for what are no ids.
+    """
 
     def encode(text: str) -> list[int]:
-        found = tokenizer.encode(text)
-        return list(found.ids if hasattr(found, "ids") else found)
+        try:
+            found = tokenizer.encode(text)
+            given = list(found.ids if hasattr(found, "ids") else found)
+        except FlatoutError:
+            raise
+        except Exception as error:  # the user's own code
+            what = f"the tokenizer cannot encode {short(text)}: {describe_error(error)}"
+            raise UsageError(what, limit=_METHODS_GIVE, remedy="leave out what it does not know") from error
+        ids = [number for one in given if (number := whole_number(one)) is not None]
+        if len(ids) < len(given):
+            wrong = next(one for one in given if whole_number(one) is None)
+            what = f"the tokenizer encodes {short(text)} to {short(wrong)}, of type {type(wrong).__name__}"
+            raise UsageError(what, limit=_METHODS_GIVE)
+        return ids
 
     return encode
 
 
 def decode_of(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
-    """ids -> text, where the text of a prefix is a prefix of the text: spaces are not cleaned up."""
-    if _is_hugging_face(tokenizer):
-        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    return lambda ids: str(tokenizer.decode(ids))
+    """ids -> text, where the text of a prefix is a prefix of the text: spaces are not cleaned up.
+
+    UsageError for ids that it cannot decode: a model may have more of them than its tokenizer.
+    """
+
+    def decode(ids: list[int]) -> str:
+        try:
+            if _is_hugging_face(tokenizer):
+                return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(tokenizer.decode(ids))
+        except FlatoutError:
+            raise
+        except Exception as error:  # the user's own code
+            what = f"the tokenizer cannot decode the ids {short(ids)}: {describe_error(error)}"
+            remedy = "use the tokenizer that belongs to the model, or suppress_tokens=[...] for ids that it lacks"
+            raise UsageError(what, limit=_METHODS_GIVE, remedy=remedy) from error
+
+    return decode
 
 
 def tokenizer_beside(model: str) -> Tokenizer | None:

@@ -125,7 +125,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             terms = _Terms(hidden.to(dtype), weight, bias, targets, ignore_index, label_smoothing, classes)
             needs = context.needs_input_grad
-            count = terms.valid.sum() if reduction == "mean" else terms.valid.new_ones((), dtype=terms.exact)
+            # As a number of that dtype: 1 / a whole number is in torch's default dtype, too coarse for fp64.
+            count = terms.valid.sum(dtype=terms.exact) if reduction == "mean" else terms.losses.new_ones(())
             try:
                 # Without any target the mean is 0 / 0, as torch has it; its gradient is zero, as torch has that.
                 scale = 1 / count.clamp(min=1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from flatout.errors import UsageError
 from flatout.levers.changing_buffers import ChangingBuffers, Context, FirstComputation, Recomputation, version_of
 from flatout.levers.compile import repeated_blocks
+from flatout.levers.drawn_again import FirstDraws, Generators, SameDraws
 from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.model_call import Call, set_call
 from flatout.levers.observed import Observed
@@ -35,8 +36,8 @@ class ActivationCheckpointing(Lever):
 
     `block` keeps only each block's inputs. `selective` also keeps the results of matrix products, attention and
     convolutions, which cost most to recompute, but not in compiled blocks. Recomputation draws the same random
-    numbers, and finds the buffers that a block changes as they were. It saves memory and takes time, so `flatout tune`
-    tries it only with `--fit`.
+    numbers (torch's, Python's and numpy's), and finds the buffers that a block changes as they were. It saves memory
+    and takes time, so `flatout tune` tries it only with `--fit`.
 
     In a plan for `TrainStep`, `checkpointed_blocks` limits this to the first N blocks, whose activations live longest.
     """
@@ -87,8 +88,8 @@ def _checkpointed(block: Module, call: Call, selective: bool) -> Call:
 
     run: Call = checkpoint
     plain: dict[str, object] = {"context_fn": _keep_products} if selective else {}
-    has_buffers, buffers = any(True for _ in block.buffers()), ChangingBuffers(block)
-    eager = {"context_fn": functools.partial(_with_buffers, buffers, selective)} if has_buffers else plain
+    buffers = ChangingBuffers(block) if any(True for _ in block.buffers()) else None
+    eager = {"context_fn": functools.partial(_as_it_was, Generators(block), buffers, selective)}
     kind = type(block).__name__
 
     @functools.wraps(call)
@@ -113,10 +114,14 @@ def _checkpointed(block: Module, call: Call, selective: bool) -> Call:
     return recomputed
 
 
-def _with_buffers(buffers: ChangingBuffers, selective: bool) -> tuple[Context, Context]:
+def _as_it_was(generators: Generators, buffers: ChangingBuffers | None, selective: bool) -> tuple[Context, Context]:
+    """The recomputation finds the buffers and the random generators as the first computation did."""
     forward, recomputation = _keep_products() if selective else (nullcontext(), nullcontext())
-    first = FirstComputation(buffers, forward)
-    return first, Recomputation(first, recomputation)
+    if buffers is not None:
+        first = FirstComputation(buffers, forward)
+        forward, recomputation = first, Recomputation(first, recomputation)
+    draws = FirstDraws(generators, forward)
+    return draws, SameDraws(draws, recomputation)
 
 
 def _keep_products() -> tuple[Context, Context]:

@@ -57,6 +57,9 @@ class Applied:
         for choice in wanted:
             if choice in self.choices:
                 continue
+            if nothing := self._nothing_to_do(choice):
+                self.rolled_back.append(RolledBack(choice, nothing))
+                continue
             stack = contextlib.ExitStack()
             try:
                 stack.enter_context(choice.lever.apply(self._subject, choice.value))
@@ -65,3 +68,10 @@ class Applied:
                 self.rolled_back.append(RolledBack(choice, f"could not be applied: {describe_error(error)}"))
                 continue
             self._active.append((choice, stack))
+
+    def _nothing_to_do(self, choice: Choice) -> str:
+        """Why a choice would change nothing, where all models are known; '' where it may, or they are not."""
+        if self._subject.any_model:
+            return ""
+        found = [choice.lever.nothing_in(model, choice.value) for model in self._subject.modules]
+        return found[0] if found and all(found) else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 PRODUCTS = {"matmul", "bmm", "einsum"}
 HF_IMPLEMENTATION, EAGER = "_attn_implementation", "eager"
 """Of the configuration of a transformers model, whose modules hold the code of all implementations."""
+NO_ATTENTION = "no module computes attention by hand"
 DEPTH = 3
 """A forward, a method that it calls, a function that the method calls."""
 
@@ -50,7 +52,7 @@ class FusedAttention(Lever):
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):
             return refuse("torch.compile is already used, which fuses attention too")
         if not any(module.attention_by_hand for module in observed.modules):
-            return refuse("no module computes attention by hand")
+            return refuse(NO_ATTENTION)
         if observed.differentiates_twice:
             return refuse(f"the kernel's gradients have none of their own: {observed.differentiates_twice}")
         return offer("fused", reason="there is a softmax between two matrix products")
@@ -62,6 +64,9 @@ class FusedAttention(Lever):
 
         with versions_allowed(), subject.modules.each(lambda module: _fuse(subject, module, report)):
             yield
+
+    def nothing_in(self, model: Module, value: Value) -> str:
+        return "" if attention_by_hand(model) else NO_ATTENTION
 
     def label(self, value: Value) -> str:
         return self.name
@@ -124,13 +129,16 @@ def _fuse(subject: Subject, model: Module, report: Callable[[str], None]) -> Und
         return graph_module.forward
 
     targets = attention_by_hand(model)
-    before = [getattr(target, COMPILED_CALL) for target in targets]
+    before: list[Call | None] = [getattr(target, COMPILED_CALL) for target in targets]
     for target, call in zip(targets, before, strict=True):
         plain: Call = call or plain_call(target)
         set_training_call(subject, target, torch.compile(plain, backend=backend), plain)
 
-    def undo(model: Module) -> None:
-        for target, call in zip(attention_by_hand(model), before, strict=True):
-            set_call(target, call)
+    changed = [(weakref.ref(target), call) for target, call in zip(targets, before, strict=True)]
+
+    def undo(model: Module) -> None:  # of what was changed: the model may have other layers by now
+        for reference, call in changed:
+            if (target := reference()) is not None:
+                set_call(target, call)
 
     return undo if targets else None

@@ -15,13 +15,14 @@ from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.precision.autocast import autocast_call, loss_scaled_backward
+from flatout.precision.autocast import autocast_call, loss_scaled_backward, not_in_fp32
 from flatout.precision.recurrent import lstm_gradients_right
 from flatout.replaced import replaced
 
 if TYPE_CHECKING:
     from numpy import ndarray
     from torch import Tensor
+    from torch.nn import Module
 
 CAST_SECONDS = 10e-6
 """The most that casting the inputs and results of one operation takes, where these are small."""
@@ -72,6 +73,12 @@ class Autocast(Lever):
             if value == "fp16":
                 stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers, subject.modules)))
             yield
+
+    def nothing_in(self, model: Module, value: Value) -> str:
+        return not_in_fp32(model)
+
+    def takes(self, value: Value) -> bool:
+        return value != "fp32"
 
     def label(self, value: Value) -> str:
         return f"{value} autocast"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any  # Any: arguments of torch.addmm, in whatever form
+from typing import TYPE_CHECKING, Any  # Any: arguments of torch.addmm and of kernels
 
+from flatout.levers.idle import Acts, said_if_idle
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
@@ -86,7 +87,8 @@ class Bf16Kernels(Lever):
         transformers = sys.modules.get("transformers.activations")
         if transformers is not None:
             replacements.append((transformers.NewGELUActivation, "forward", taken.written_out_gelu))
-        with replaced_in_torch(*replacements):
+        nothing = "it saw no linear layer, attention or tanh-GELU that is large enough, in fp32 or bf16 on the CPU"
+        with replaced_in_torch(*replacements), said_if_idle(subject, self.name, taken.acts, nothing):
             yield
 
     def label(self, value: Value) -> str:
@@ -100,7 +102,7 @@ def _linear_share(observed: Observed) -> float:
 
 
 Original = Callable[..., "Tensor"]
-"""What is replaced: a function of torch, with its arguments."""
+"""A function of torch, with its arguments, or a kernel."""
 
 
 class _Taken:
@@ -110,9 +112,19 @@ class _Taken:
         from flatout.kernels.bf16_products import ELEMENTS, readable
         from flatout.kernels.operators import MASK_KINDS, attention, gelu_tanh, linear
 
+        self.acts = Acts()
         self._is_plain, self._readable = is_plain, readable
         self._elements, self._mask_kinds = ELEMENTS, MASK_KINDS
-        self._linear, self._attention, self._gelu_tanh = linear, attention, gelu_tanh
+        self._linear, self._attention = self._noted(linear), self._noted(attention)
+        self._gelu_tanh = self._noted(gelu_tanh)
+
+    def _noted(self, kernel: Original) -> Original:
+        def call(*args: Any, **options: Any) -> Tensor:  # each kernel's own
+            if not self.acts.any:
+                self.acts.note()
+            return kernel(*args, **options)
+
+        return call
 
     def linear(self, original: Original) -> Original:
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
+from flatout.errors import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
@@ -39,32 +41,44 @@ class _Before:
 
 
 class ChangingBuffers:
-    """Of one block: those that its first call has changed, and those of norms, which a layer that is frozen now may
-    change later. Others, such as a large mask, are copied once."""
+    """Of one block: those that its calls have changed, and those of norms, which a layer that is frozen now may change
+    later. Others, such as a large mask, are copied once."""
 
     def __init__(self, block: Module) -> None:
         self._block = block
         self._known: list[tuple[Module, str]] | None = None
 
     def copied(self) -> list[_Before]:
-        """Those that the call that is about to begin may change."""
-        known = self._known
-        if known is None:
-            known = [(layer, name) for layer in self._block.modules() for name in layer._buffers]
+        """All, as they are before the call that is about to begin; with a copy, those that it may change."""
+        every = [(layer, name) for layer in self._block.modules() for name in layer._buffers]
         return [
-            _Before(layer, name, buffer, version_of(buffer), buffer.detach().clone())
-            for layer, name in known
+            _Before(layer, name, buffer, version_of(buffer), buffer.detach().clone() if copies else buffer)
+            for layer, name in every
             if (buffer := layer._buffers.get(name)) is not None
+            for copies in (self._known is None or (layer, name) in self._known,)
         ]
 
     def changed(self, before: list[_Before]) -> list[_Before]:
-        """Those of `before` that the recomputation has to find as they were."""
+        """Those of `before` that the recomputation has to find as they were.
+
+        Raises UsageError for one that a call changes in place for the first time: there is no copy of it.
+        """
         from flatout.torch_private.modules import NormWithStatistics
 
-        if self._known is not None:
-            return before
-        kept = [one for one in before if isinstance(one.layer, NormWithStatistics) or one.was_changed()]
-        self._known = [(one.layer, one.name) for one in kept]
+        known = self._known or []
+        kept = []
+        for one in before:
+            is_known = (one.layer, one.name) in known
+            if not is_known and one.was_changed() and one.value is one.buffer and version_of(one.buffer) != one.version:
+                raise UsageError(
+                    f"a block of the model, {type(self._block).__name__}, changes its buffer {one.name}, which its "
+                    "first call did not change",
+                    limit="activation checkpointing computes a block a second time, with the buffers that it found",
+                    remedy="drop activation_checkpointing, or let that buffer change from the first step on",
+                )
+            if is_known or one.was_changed() or (self._known is None and isinstance(one.layer, NormWithStatistics)):
+                kept.append(one)
+        self._known = known + [(one.layer, one.name) for one in kept if (one.layer, one.name) not in known]
         return kept
 
 

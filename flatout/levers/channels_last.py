@@ -4,9 +4,10 @@ A convolution with an NHWC input has an NHWC output, and the operations between 
 the input of the first one has to be converted. Weights, gradients, optimizer state and the model's outputs keep the
 script's layout.
 
-Random numbers fill a tensor in the order of its memory. So dropout sees the script's layout, or other activations would
-be dropped. A checkpointed part runs as torch has it, which computes it again outside of the model's call: from the same
-input come the same layouts, and so the same random numbers. (Where the input is NHWC, they are not the script's.)
+Random numbers fill a tensor in the order of its memory. So what draws them for an activation (dropout, `randn_like`,
+`normal_`) sees the script's layout, or other activations would be dropped. A checkpointed part runs as torch has it,
+which computes it again outside of the model's call: from the same input come the same layouts, and so the same random
+numbers. (Where the input is NHWC, they are not the script's.)
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from flatout.levers.idle import Acts, said_if_idle
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Wrapper
 from flatout.levers.training_call import is_checkpointing
 from flatout.machine.description import Machine
 from flatout.precision.outputs import outputs_changed
-from flatout.replaced import replaced
+from flatout.replaced import Replacement, replaced, replaced_in_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +32,14 @@ if TYPE_CHECKING:
 
 Gradients = Callable[..., "tuple[Tensor | None, ...]"]
 """torch.autograd.grad"""
+
+LIKE = ("rand_like", "randn_like", "randint_like", "dropout", "alpha_dropout")
+"""Functions of torch that draw numbers in the order of their first argument's memory."""
+INTO = (
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+    *("dropout_", "alpha_dropout_"),
+)
+"""Methods of tensors, or functions of torch, that draw numbers into their first argument."""
 
 
 class ChannelsLast(Lever):
@@ -57,63 +67,119 @@ class ChannelsLast(Lever):
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
+        from torch.utils.checkpoint import CheckpointFunction
 
-        with replaced(torch.autograd, "grad", _gradients_as_before), subject.around_calls(_call_around()):
+        calls, nothing = _Calls(), "it saw no 2-d convolution"
+        with (
+            replaced(torch.autograd, "grad", _gradients_as_before),
+            replaced(CheckpointFunction, "forward", calls.in_reentrant_checkpoint),
+            replaced_in_torch(*calls.drawing()),
+            subject.around_calls(calls.around()),
+            said_if_idle(subject, self.name, calls.acts, nothing),
+        ):
             yield
 
     def label(self, value: Value) -> str:
         return self.name
 
 
-def _call_around() -> Wrapper:
-    """torch's own functions are restored after each call: `torch.jit.script` accepts no others."""
-    from torch.nn import functional
+class _Calls:
+    """The model's calls, and what is replaced for them."""
 
-    plain = functional.conv2d, functional.conv_transpose2d, functional.dropout
-    ours = _laying_out(plain[0]), _laying_out(plain[1]), _dropping_as_before(plain[2])
+    def __init__(self) -> None:
+        self.acts = Acts()
+        self._under_way = False
+        """Is one, and outside of reentrant checkpoints?"""
 
-    def wrapper(module: Module, call: Callable[[], object]) -> object:
-        if (functional.conv2d, functional.conv_transpose2d, functional.dropout) != plain:
-            return call()  # replaced by another thread, or by the script
-        # By hand, and not with `replaced`: that would make wrappers for each call, one around the other.
-        functional.conv2d, functional.conv_transpose2d, functional.dropout = ours
-        try:
-            result = call()
-        finally:
-            functional.conv2d, functional.conv_transpose2d, functional.dropout = plain
-        return outputs_changed(result, _as_before)
+    def around(self) -> Wrapper:
+        """torch's own functions are restored after each call: `torch.jit.script` accepts no others."""
+        from torch.nn import functional
 
-    return wrapper
+        plain = functional.conv2d, functional.conv_transpose2d, functional.dropout
+        ours = self._laying_out(plain[0]), self._laying_out(plain[1]), self._dropping(plain[2], by_default=True)
 
+        def wrapper(module: Module, call: Callable[[], object]) -> object:
+            if (functional.conv2d, functional.conv_transpose2d, functional.dropout) != plain:
+                return call()  # replaced by another thread, or by the script
+            # By hand, and not with `replaced`: that would make wrappers for each call, one around the other.
+            functional.conv2d, functional.conv_transpose2d, functional.dropout = ours
+            self._under_way = True
+            try:
+                result = call()
+            finally:
+                self._under_way = False
+                functional.conv2d, functional.conv_transpose2d, functional.dropout = plain
+            return outputs_changed(result, _as_before)
 
-def _laying_out(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    import torch
+        return wrapper
 
-    last = torch.channels_last
+    def drawing(self) -> Iterator[Replacement]:
+        """Of what draws random numbers. These stay in place between calls, where they do nothing."""
+        import torch
+        from torch.nn import functional
 
-    @functools.wraps(original)
-    def convolution(input: Tensor, *args: object, **kwargs: object) -> Tensor:
-        if input.dim() != 4 or is_checkpointing():
-            return original(input, *args, **kwargs)
-        return original(input.contiguous(memory_format=last), *args, **kwargs)
+        yield functional, "alpha_dropout", self._dropping
+        yield from ((torch, name, self._drawing) for name in LIKE)
+        for name in INTO:
+            yield torch.Tensor if hasattr(torch.Tensor, name) else torch, name, self._drawing_into
 
-    return convolution
+    def in_reentrant_checkpoint(self, forward: Callable[..., object]) -> Callable[..., object]:
+        """Its forward pass, which is computed again by torch's own functions, runs by these too."""
 
+        def plain(*args: object) -> object:
+            before, self._under_way = self._under_way, False
+            try:
+                return forward(*args)
+            finally:
+                self._under_way = before
 
-def _dropping_as_before(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    import torch
+        return plain
 
-    @functools.wraps(original)
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        # A reentrant checkpoint runs without gradients, and is computed again by torch's own functions.
-        draws = training and p > 0 and torch.is_grad_enabled() and not is_checkpointing()
-        before = _as_before(input) if draws else input
-        if before is input:
-            return original(input, p, training, inplace)
-        dropped = original(before, p, training)
-        return input.copy_(dropped) if inplace else dropped.contiguous(memory_format=torch.channels_last)
+    def _lays_out(self) -> bool:
+        return self._under_way and not is_checkpointing()
 
-    return dropout
+    def _laying_out(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        import torch
+
+        last = torch.channels_last
+
+        @functools.wraps(original)
+        def convolution(input: Tensor, *args: object, **kwargs: object) -> Tensor:
+            if input.dim() == 4 and not self.acts.any:
+                self.acts.note()
+            if input.dim() != 4 or not self._lays_out():
+                return original(input, *args, **kwargs)
+            return original(input.contiguous(memory_format=last), *args, **kwargs)
+
+        return convolution
+
+    def _dropping(self, original: Callable[..., Tensor], *, by_default: bool = False) -> Callable[..., Tensor]:
+        """by_default: does it drop where `training` is not given?"""
+        import torch
+
+        @functools.wraps(original)
+        def dropout(input: Tensor, p: float = 0.5, training: bool = by_default, inplace: bool = False) -> Tensor:
+            before = _as_before(input) if training and p > 0 and self._lays_out() else input
+            if before is input:
+                return original(input, p, training, inplace)
+            dropped = original(before, p, training)
+            return input.copy_(dropped) if inplace else dropped.contiguous(memory_format=torch.channels_last)
+
+        return dropout
+
+    def _drawing(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def draw(input: Tensor, *args: object, **kwargs: object) -> Tensor:
+            return original(_as_before(input) if self._lays_out() else input, *args, **kwargs)
+
+        return draw
+
+    def _drawing_into(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def draw(input: Tensor, *args: object, **kwargs: object) -> Tensor:
+            before = _as_before(input) if self._lays_out() else input
+            drawn = original(before, *args, **kwargs)
+            return drawn if before is input else input.copy_(drawn)
+
+        return draw
 
 
 def _as_before(tensor: Tensor) -> Tensor:

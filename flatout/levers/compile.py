@@ -19,12 +19,12 @@ from flatout.levers.first_compilation import (
     usual_compile_seconds,
 )
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
-from flatout.levers.model_call import set_call, set_training_call, versions_allowed
+from flatout.levers.model_call import Call, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 from flatout.replaced import settings_changed
-from flatout.torch_private.attributes import COMPILED_CALL, plain_call
+from flatout.torch_private.attributes import COMPILED_CALL, COMPILED_FROM, ORIGINAL_MODULE, plain_call
 from flatout.torch_private.compiler import autograd_settings, inductor_settings, versions_tried_in_order
 
 if TYPE_CHECKING:
@@ -86,6 +86,11 @@ class Compile(Lever):
             with subject.modules.each(compiled):
                 yield
 
+    def nothing_in(self, model: Module, value: Value) -> str:
+        if is_compiled(model):
+            return "the model is compiled already, as it was given"
+        return "the model has no repeated block" if value == "regional" and not repeated_blocks(model) else ""
+
     def wraps_blocks(self, value: Value) -> bool:
         return value == "regional"
 
@@ -115,22 +120,28 @@ def _compile(subject: Subject, module: Module, mode: str) -> Undo[Module] | None
     # Blocks of one class share their compiled code. Where they differ in shape (a ResNet's), the compiler would treat
     # the second block's sizes as a dynamic dimension and generate slower code for all of them.
     differ = len(shapes_of(targets)) > 1
-    for target in targets:
+    before: list[Call | None] = [getattr(target, COMPILED_CALL) for target in targets]
+    for target, call in zip(targets, before, strict=True):
         compile_in_place(
             target,
             mode=None if mode in ("regional", "default") else mode,
             dynamic=False if differ else None,
         )
-        set_training_call(subject, target, getattr(target, COMPILED_CALL), plain_call(target))
+        set_training_call(subject, target, getattr(target, COMPILED_CALL), call or plain_call(target))
 
-    changed = [weakref.ref(target) for target in targets]
+    changed = [(weakref.ref(target), call) for target, call in zip(targets, before, strict=True)]
 
     def undo(module: Module) -> None:  # of what was compiled: the model may have other blocks by now
-        for reference in changed:
+        for reference, call in changed:
             if (target := reference()) is not None:
-                set_call(target, None)
+                set_call(target, call)
 
     return undo
+
+
+def is_compiled(module: Module) -> bool:
+    """By `module.compile()` or `torch.compile(module)`, other than by this lever."""
+    return hasattr(getattr(module, COMPILED_CALL), COMPILED_FROM) or hasattr(module, ORIGINAL_MODULE)
 
 
 def compile_in_place(module: Module, **options: Any) -> None:  # keywords of torch.compile

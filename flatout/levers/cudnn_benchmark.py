@@ -48,3 +48,6 @@ class CudnnBenchmark(Lever):
             yield
         finally:
             torch.backends.cudnn.benchmark = before
+
+    def takes(self, value: Value) -> bool:
+        return True  # False turns it off

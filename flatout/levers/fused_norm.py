@@ -7,9 +7,11 @@ of each. Between convolutions these passes take as long as the convolutions them
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from flatout.levers.idle import Acts, said_if_idle
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
@@ -64,7 +66,13 @@ class FusedNorm(Lever):
         if why is not None:
             raise MachineError(f"normalization = {value!r} is not possible: {why}")
         # Between calls too: what is checkpointed is computed again in the backward pass, and has to be the same there.
-        with replaced_in_torch((functional, "batch_norm", _fusing)), subject.around_calls(_formed):
+        acts = Acts()
+        nothing = f"it saw no batch norm of {LEAST_ELEMENTS:,} numbers or more, in training on the CPU"
+        with (
+            replaced_in_torch((functional, "batch_norm", functools.partial(_fusing, acts))),
+            subject.around_calls(_formed),
+            said_if_idle(subject, self.name, acts, nothing),
+        ):
             yield
 
     def label(self, value: Value) -> str:
@@ -89,7 +97,7 @@ def _as_tensor(output: Tensor) -> Tensor:
     return form(output) if isinstance(output, LazyNorm) else output
 
 
-def _fusing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _fusing(acts: Acts, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     import torch
 
     from flatout.kernels.batch_norm import MEAN, VARIANCE, readable, statistics
@@ -126,6 +134,7 @@ def _fusing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             or dispatch().beside_autograd()
         ):
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        acts.any = True
         found = statistics(input, weight, bias, eps)
         with torch.no_grad():
             count = input.numel() // input.shape[1]

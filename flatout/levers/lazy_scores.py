@@ -83,10 +83,10 @@ class Source:
         return self.autocast or self.hidden.dtype
 
     def keep(self) -> None:
-        """The weights are about to change: use a copy of them from now on."""
-        if self.is_formed or self.is_kept:
+        """The weights are about to change: use a copy of them from now on. Where they have changed already, that is an
+        error only if the scores are used."""
+        if self.is_formed or self.is_kept or self._fingerprint() != self._state:
             return
-        self.check()
         self.is_kept = True
         self.weight = self.weight.detach().clone()
         self.bias = None if self.bias is None else self.bias.detach().clone()
@@ -435,12 +435,16 @@ class _Twice(torch.autograd.Function):
         if not twice:
             return gradient, *[None] * (3 + len(layer))
         with scores.place.source.precision():
-            plain = LINEAR(rows, weight, bias)[:, : scores.place.classes]
-        loss = functional.cross_entropy(plain, targets.reshape(-1), **context.how)
-        wanted = [one for one in layer if one is not None and one.requires_grad]
-        found = iter(torch.autograd.grad(loss, wanted, gradient.to(loss.dtype), create_graph=True))
-        parts = [next(found) if one is not None and one.requires_grad else None for one in layer]
-        return None, None, None, None, *parts
+            plain = LINEAR(rows, weight, bias)
+            loss = functional.cross_entropy(plain[:, : scores.place.classes], targets.reshape(-1), **context.how)
+            # Not by autograd down to the layer: where an embedding shares the weight, its rows lead there once more.
+            (by_score,) = torch.autograd.grad(loss, plain, gradient.to(loss.dtype), create_graph=True)
+            parts = by_score @ weight, by_score.t() @ rows, by_score.sum(0)
+        typed = [
+            part.to(one.dtype) if one is not None and one.requires_grad else None
+            for part, one in zip(parts, layer, strict=True)
+        ]
+        return None, None, None, None, *typed
 
 
 _twice: Callable[[Tensor, LazyScores, Tensor, _How, Tensor, Tensor, Tensor | None], Tensor] = _Twice.apply

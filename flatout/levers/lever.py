@@ -20,12 +20,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.plan_choices import Aim, ChoiceValue, Declared, Exactness, declared
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 Switch = Literal["live", "once", "loader", "process"]
 
@@ -137,9 +140,15 @@ class Lever:
         """Environment variables of a new process (only where switch is 'process')."""
         return {}
 
+    def nothing_in(self, model: Module, value: Value) -> str:
+        """Why it would change nothing in training `model`; '' where it may. Asked where all models are known, as in
+        TrainStep: a plan's choice that does nothing is reported. See also `flatout.levers.idle`."""
+        return ""
+
     def takes(self, value: Value) -> bool:
-        """Is a plan's `value` for this lever? Only levers that share a plan field ever decline one."""
-        return True
+        """Is there anything to apply for a plan's `value`? False leaves all as it is; of levers that share a plan field
+        each takes its own values."""
+        return value is not False
 
     def wraps_blocks(self, value: Value) -> bool:
         """Does it replace the calls of a model's repeated blocks, wrapping what another such lever has put there?"""

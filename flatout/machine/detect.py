@@ -83,13 +83,22 @@ def _cpu(cgroup: Cgroup) -> Cpu:
     return Cpu(
         name=info.get("model name") or platform.processor() or platform.machine() or "unknown processor",
         model_id=model_id(info),
-        physical_cores=psutil.cpu_count(logical=False),
+        physical_cores=_physical_cores(),
         logical_cores=logical,
         available_cores=available,
         limited_by=limited_by,
         features=features,
         fast_dtypes=cpu_fast_dtypes(features),
     )
+
+
+def _physical_cores() -> int | None:
+    """None where the system does not say, as without /proc."""
+    try:
+        found: int | None = psutil.cpu_count(logical=False)
+    except OSError:
+        return None
+    return found
 
 
 def parse_cpuinfo(text: str) -> dict[str, str]:
@@ -156,15 +165,23 @@ def _memory(cgroup: Cgroup) -> tuple[int, int, str | None]:
 
 def _host_memory() -> tuple[int, int]:
     """(bytes in total, bytes available), without a library: this is read while the user's script runs."""
-    if not os.path.exists("/proc/meminfo"):  # macOS, Windows
-        memory = psutil.virtual_memory()
-        return memory.total, memory.available
+    if not os.path.exists("/proc/meminfo"):  # macOS, Windows, and where no /proc is mounted
+        return _without_proc()
     sizes = {}
     with open("/proc/meminfo") as file:
         for line in file:
             name, _, rest = line.partition(":")
             sizes[name] = int(rest.split()[0]) * 1024
     return sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"])
+
+
+def _without_proc() -> tuple[int, int]:
+    try:
+        memory = psutil.virtual_memory()
+    except OSError:  # Linux, where psutil reads /proc too
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    return memory.total, memory.available
 
 
 def torch_version() -> str | None:

@@ -44,7 +44,7 @@ def process_condition(pid: int, started: str | None) -> str:
     """'running', 'stopped' (Ctrl-Z, a debugger) or 'gone'. started: as `process_started` said."""
     try:
         status = psutil.Process(pid).status()
-    except psutil.Error:
+    except (psutil.Error, ValueError):  # ValueError: no process has that number
         return "gone"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or (
         started is not None and process_started(pid) != started

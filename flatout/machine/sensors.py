@@ -122,7 +122,7 @@ class CpuSensors:
         self._stat = root / "proc" / "stat"
         cpus = root / "sys" / "devices" / "system" / "cpu"
         clocks = [cpus / f"cpu{number}" / "cpufreq" / "scaling_cur_freq" for number in _some_cores()]
-        self._clocks = [path for path in clocks if path.exists()]
+        self._clocks = [path for path in clocks if os.path.exists(path)]  # False also where it may not be asked
         self._throttled = cpus / "cpu0" / "thermal_throttle" / "package_throttle_count"
         self._temperatures = list(_temperature_files(root / "sys" / "class" / "hwmon"))
         self._packages = list(_package_folders(root / "sys" / "class" / "powercap"))

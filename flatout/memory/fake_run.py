@@ -21,8 +21,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
 from flatout.memory.workspace import Operation
+from flatout.parameters import copy_own_attributes
 from flatout.replaced import replaced
-from flatout.torch_private.dispatch import TorchDispatchMode
+from flatout.torch_private.dispatch import TorchDispatchMode, disable_current_modes, tree_leaves
 from flatout.torch_private.fake_tensors import (
     LOGGER,
     DataDependentOutputException,
@@ -58,11 +59,15 @@ class FakeRun:
 
     def fake_copies(self, objects: T) -> T:
         """A deep copy in which every tensor is fake; what was shared is shared again."""
-        copied = {
+        copied: dict[int, object] = {
             id(one): one.clone_state() for one in generators_in(objects)
         }  # their state is a tensor whose values matter
         with FakeCopyMode(self._mode):
-            return copy.deepcopy(objects, copied)
+            made = copy.deepcopy(objects, copied)
+            for one, other in zip(objects, made, strict=True):
+                if isinstance(one, optimizers.Optimizer) and isinstance(other, optimizers.Optimizer):
+                    copy_own_attributes(one, other, copied)
+        return made
 
     def tensor_like(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A fake tensor of another shape."""
@@ -104,21 +109,50 @@ def torch_keeps_quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-@contextlib.contextmanager
-def real_gradients_guarded(parameters: Sequence[Tensor]) -> Iterator[list[str]]:
-    """Yields a list that has an entry afterwards if one of these got a fake gradient, which is removed again.
+class RealTensorsKept(TorchDispatchMode):
+    """Tensors of the user's own that take part, as a discriminator's in the loss of its generator, stay as they are.
 
-    That happens where a loss function uses the model that surrounds it instead of the one that it is given.
+    Inside a fake run an operation may still change a real tensor (a count of batches), and a backward pass leaves fake
+    gradients on real parameters. Both are undone at the end. `gradients`: the parameters that got one.
     """
-    touched: list[str] = []
-    before = [parameter.grad for parameter in parameters]
-    try:
-        yield touched
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.gradients: list[Tensor] = []
+        self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        TorchDispatchMode.__exit__(self, kind, error, trace)
+        for parameter, gradient in self._leaves.values():
             if parameter.grad is not gradient and isinstance(parameter.grad, FakeTensor):
                 parameter.grad = gradient
-                touched.append("gradient")
+                self.gradients.append(parameter)
+        with torch.no_grad():
+            for tensor, value in self._written.values():
+                tensor.copy_(value)
+        self._leaves.clear()
+        self._written.clear()
+
+    def __torch_dispatch__(
+        self,
+        func: Operation,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        in_place = func.__name__.partition(".")[0].endswith("_")
+        for number, one in enumerate(tree_leaves((args, kwargs or {}))):
+            if not isinstance(one, Tensor) or isinstance(one, FakeTensor):
+                continue
+            if one.requires_grad and one.is_leaf and id(one) not in self._leaves:
+                self._leaves[id(one)] = one, one.grad
+            if number == 0 and in_place and id(one) not in self._written:
+                with disable_current_modes():
+                    self._written[id(one)] = one, one.detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 class ValuesForOptimizers(TorchDispatchMode):

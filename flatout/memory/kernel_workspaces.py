@@ -190,6 +190,11 @@ def _rms_norm(out: object, tensor: Tensor, *others: object) -> Workspace:
     return Workspace(inside_bytes=_bytes(tensor) + twice)
 
 
+def _of_complex(out: object, input: Tensor, *others: object) -> Workspace | None:
+    """abs and angle (UnaryOps.cpp): of complex numbers a complex result comes first, and its real part is copied."""
+    return Workspace(inside_bytes=_bytes(input)) if input.is_complex() else None
+
+
 def _another_input(out: object, input: Tensor, *others: object) -> Workspace:
     """One more tensor of the input's size: logsumexp, native_dropout."""
     return Workspace(inside_bytes=_bytes(input))
@@ -226,5 +231,7 @@ _RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::_fused_rms_norm": _rms_norm,
     "aten::logsumexp": _another_input,
+    "aten::abs": _of_complex,
+    "aten::angle": _of_complex,
     "aten::native_dropout": _another_input,
 }

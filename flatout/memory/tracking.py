@@ -50,7 +50,7 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 class HasParameters(Protocol):
     """A module, or several that train together."""
 
-    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def parameters(self) -> Iterator[Tensor]: ...
 
 
 class Tracker:

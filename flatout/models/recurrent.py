@@ -12,6 +12,7 @@ torch.Size([2, 3])
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,9 +138,11 @@ class CharacterGenerator(nn.Module):
         temperature: below 1 likely characters become likelier; 0 always takes the likeliest. Call eval() first if there
         is dropout.
         """
-        if count < 0 or not temperature >= 0:
-            what = f"count is {count} and temperature {temperature}"
-            raise UsageError(what, limit="both must be at least 0")
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+        if not (whole and number and count >= 0 and 0 <= temperature < math.inf):
+            what = f"count is {count!r} and temperature {temperature!r}"
+            raise UsageError(what, limit="both must be at least 0, count a whole number and temperature finite")
         pieces, newest, state = [tokens], tokens, None
         for _ in range(count):
             logits, state = self.advance(newest, state)
@@ -152,7 +155,9 @@ def _drawn(logits: Tensor, temperature: float, generator: torch.Generator | None
     """[batch, vocabulary] -> int64 [batch, 1]"""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+    # Against the greatest logit first: however low the temperature, exp then never overflows.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)).float() / min(max(temperature, 1e-30), 1e30)
+    return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)
 
 
 def _initialise(layers: nn.RNN | nn.LSTM) -> None:

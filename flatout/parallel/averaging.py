@@ -11,6 +11,11 @@ from torch.distributed import ProcessGroup
 from flatout.errors import UsageError
 from flatout.memory.fake_run import is_fake
 
+_GLOO_SENDS = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+_SENT_AS_BYTES = frozenset(one for one in vars(torch).values() if isinstance(one, torch.dtype)) - _GLOO_SENDS
 PACKET_BYTES = 25 << 20
 """Tensors are sent together, up to so many bytes at a time: as many as DDP's buckets hold."""
 
@@ -21,14 +26,48 @@ def same_on_all_ranks(model: torch.nn.Module) -> None:
     sent_by_first((*model.parameters(), *model.buffers()))
 
 
-def sent_by_first(tensors: Iterable[Tensor]) -> None:
-    """Take over rank 0's values; a collective."""
+def sent_by_first(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
+    """Take over rank 0's values; a collective of all ranks. group: None: torch's own.
+
+    Raises UsageError, on all ranks, for a sparse tensor.
+    """
     with torch.no_grad():
         for tensor in tensors:
+            if tensor.layout != torch.strided:
+                raise UsageError(
+                    f"a parameter or buffer of shape {list(tensor.shape)} is sparse",
+                    limit="every rank begins with the values of rank 0, which are sent whole",
+                    remedy="make it dense, or keep it out of the model's buffers",
+                )
             sent = tensor.detach().contiguous()
-            distributed.broadcast(sent, 0)
-            if not tensor.is_contiguous():
-                tensor.copy_(sent)
+            # Bytes, where gloo lacks the dtype: it sends no float8, no int16 and no unsigned numbers beyond bytes.
+            as_bytes = sent.dtype in _SENT_AS_BYTES and sent.numel() > 0
+            distributed.broadcast(sent.reshape(-1).view(torch.uint8) if as_bytes else sent, 0, group=group)
+            if not tensor.is_contiguous() and not torch.equal(tensor, sent):
+                _take_over(tensor, sent)
+
+
+def _take_over(tensor: Tensor, sent: Tensor) -> None:
+    try:
+        tensor.copy_(sent)
+    except RuntimeError as error:
+        raise UsageError(
+            f"a parameter or buffer of shape {list(tensor.shape)} differs from that of rank 0, and its elements share "
+            "memory",
+            limit="every rank begins with the values of rank 0",
+            remedy="make it with .clone() or .contiguous() after .expand()",
+        ) from error
+
+
+def are_sent_as_they_are(tensors: Iterable[Tensor]) -> bool:
+    """Can torch's own code, as that of DDP, send all of them and write what it gets to them?"""
+    return all(
+        one.layout == torch.strided and one.dtype not in _SENT_AS_BYTES and not _overlaps(one) for one in tensors
+    )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:

@@ -8,12 +8,14 @@ WORLD_SIZE, MASTER_ADDR, ...), so that whatever runs under torchrun runs here.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from flatout.errors import UsageError
+from flatout.plan_document import short
 
 MOST_RANKS = 1024
 """On one machine: more is a slip of the keyboard."""
@@ -62,26 +64,41 @@ class Launch:
     """The plan that the ranks will use, compared likewise."""
 
     def __post_init__(self) -> None:
-        if not self.command:
-            raise UsageError("the command is empty", limit="ranks run a command", remedy="give one: ('python', 'x.py')")
+        self._check_words()
         _check_count("nproc_per_node", self.nproc_per_node, at_most=MOST_RANKS)
         _check_count("nnodes", self.nnodes, at_most=MOST_MACHINES)
         if self.min_nnodes is not None:
             _check_count("min_nnodes", self.min_nnodes, at_most=self.nnodes)
-        if self.max_restarts < 0:
-            raise UsageError(f"max_restarts is {self.max_restarts}", limit="it is 0 or more")
+        if not _is_whole(self.max_restarts) or self.max_restarts < 0:
+            raise UsageError(f"max_restarts is {self.max_restarts!r}", limit="it is a whole number, 0 or more")
         for name in ("join_seconds", "hang_seconds", "grace_seconds"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise UsageError(f"{name} is {value}", limit="it is 0 or more, and finite")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UsageError(f"{name} is {value!r}", limit="it is a number, 0 or more, and finite")
         self._check_machines()
 
-    def _check_machines(self) -> None:
-        if self.rendezvous is not None and not (self.rendezvous[0] and 0 < self.rendezvous[1] < 65_536):
+    def _check_words(self) -> None:
+        """What the system takes as the argv and the environment of a process."""
+        if not self.command or isinstance(self.command, str):
             raise UsageError(
-                f"the rendezvous is {self.rendezvous[0]!r}, port {self.rendezvous[1]}",
-                limit="it has a host, and a port from 1 to 65535",
-                remedy="use: --rendezvous HOST:29500",
+                "the command is empty" if not self.command else f"the command is {self.command!r}",
+                limit="ranks run a command, given as words",
+                remedy="give one: ('python', 'x.py')",
             )
+        for word in self.command:
+            if not isinstance(word, str) or "\0" in word:
+                raise UsageError(f"a word of the command is {word!r}", limit="it is text without a NUL character")
+        for name, value in self.variables:
+            texts = isinstance(name, str) and isinstance(value, str)
+            if not texts or not name or "=" in name or "\0" in name + value:
+                raise UsageError(
+                    f"the variable {name!r} cannot be set",  # its value may be a secret
+                    limit="a name and a value are text without a NUL character, and a name has no '='",
+                )
+
+    def _check_machines(self) -> None:
+        if self.rendezvous is not None:
+            self._check_rendezvous(*self.rendezvous)
         if self.nnodes > 1 and self.rendezvous is None:
             raise UsageError(
                 f"{self.nnodes} machines, and no rendezvous",
@@ -93,6 +110,30 @@ class Launch:
                 f"node_rank is {self.node_rank}", limit=f"machines are numbered from 0 to {self.nnodes - 1}"
             )
 
+    @staticmethod
+    def _check_rendezvous(host: str, port: int) -> None:
+        remedy = "use: --rendezvous HOST:29500"
+        if not (isinstance(host, str) and host and _is_whole(port) and 0 < port < 65_536):
+            raise UsageError(
+                f"the rendezvous is {host!r}, port {port!r}",
+                limit="it has a host, and a port from 1 to 65535",
+                remedy=remedy,
+            )
+        try:
+            host.encode("idna")
+        except UnicodeError as error:
+            raise UsageError(
+                f"the rendezvous' host is {short(host)}",
+                limit="the parts of a name, between dots, have 1 to 63 characters",
+                remedy=remedy,
+            ) from error
+        if _is_anywhere(host):
+            raise UsageError(
+                f"the rendezvous' host is {host}",
+                limit="that is every address of whichever machine it is on: the others cannot find machine 0 by it",
+                remedy="name machine 0's own address, by which the others reach it",
+            )
+
     @property
     def address(self) -> str | None:
         """The rendezvous as it is written: HOST:PORT, with brackets around an IPv6 address."""
@@ -102,6 +143,18 @@ class Launch:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _is_anywhere(host: str) -> bool:
+    """Is it the address by which a program listens on all of its machine's?"""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
 def _check_count(name: str, value: int, *, at_most: int) -> None:
-    if not 1 <= value <= at_most:
-        raise UsageError(f"{name} is {value}", limit=f"it is from 1 to {at_most}")
+    if not _is_whole(value) or not 1 <= value <= at_most:
+        raise UsageError(f"{name} is {value!r}", limit=f"it is from 1 to {at_most}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

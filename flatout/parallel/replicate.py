@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.errors import UsageError
 from flatout.memory.fake_run import is_fake
-from flatout.parallel.averaging import average_gradients, same_on_all_ranks, sent_by_first
+from flatout.parallel.averaging import are_sent_as_they_are, average_gradients, same_on_all_ranks, sent_by_first
 from flatout.parallel.beside_model import averaged_beside_model
 from flatout.parallel.strategy import Strategy, group_or_none
 
@@ -143,7 +143,10 @@ def _as_ddp_holds_memory(model: torch.nn.Module, group: ProcessGroup) -> Strateg
 
 
 def _in_ddp(model: torch.nn.Module, plan: Plan, average_beside: Callable[[], None], *, unused: bool) -> Strategy:
-    options: dict[str, Any] = {_syncs_buffers(): any(True for _ in model.buffers())}  # keywords of DDP
+    own_buffers = not are_sent_as_they_are(model.buffers())
+    options: dict[str, Any] = {  # keywords of DDP
+        _syncs_buffers(): any(True for _ in model.buffers()) and not own_buffers
+    }
     if plan.ddp_bucket_mib is not None:
         options["bucket_cap_mb"] = plan.ddp_bucket_mib
     ddp = DistributedDataParallel(
@@ -157,7 +160,7 @@ def _in_ddp(model: torch.nn.Module, plan: Plan, average_beside: Callable[[], Non
     if plan.gradient_compression is not None:
         ddp.register_comm_hook(None, COMPRESSIONS[plan.gradient_compression])
     strategy = wrapped_by_user(ddp)
-    strategy.before_step = _frozen_as(model)
+    strategy.before_step = _before_step(model, sends_buffers=own_buffers)
     if unused:
         calls = _Calls(None if plan.ddp_static_graph else 1)
         strategy.wrapper = lambda module, call: calls.noted(module, lambda: ddp(call))
@@ -216,9 +219,9 @@ class _Complete:
             handle.remove()
 
 
-def _frozen_as(model: torch.nn.Module) -> Callable[[object], None]:
+def _before_step(model: torch.nn.Module, *, sends_buffers: bool) -> Callable[[object], None]:
     """Called before each step: UsageError where other parameters are frozen than now, as DDP averages the gradients of
-    those alone that it was made with."""
+    those alone that it was made with. sends_buffers: give all ranks rank 0's, which DDP cannot."""
     parameters = list(model.parameters())
     trained = [one.requires_grad for one in parameters]
 
@@ -229,6 +232,8 @@ def _frozen_as(model: torch.nn.Module) -> Callable[[object], None]:
                 limit="DDP averages the gradients of those that were trained from its start",
                 remedy="continue with step = step.with_plan(step.plan)",
             )
+        if sends_buffers:
+            sent_by_first(model.buffers())
 
     return check
 

@@ -1,13 +1,15 @@
 """Fully sharded data parallel (torch's FSDP2): each rank holds a part of every parameter, gradient and moment.
 
 A block's parameters are gathered just before it runs and let go of right after; its gradients are averaged and
-scattered as soon as they are there. Repeated blocks are sharded one by one, the rest of the model together.
+scattered as soon as they are there. Repeated blocks are sharded one by one, the rest of the model together, and with it
+blocks that share parameters.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -95,6 +97,7 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     the parts stay in the host's memory, and the model may be there too when it is given.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
+    _check_shardable(before)
     device = next(iter(before.values())).device.type
     offload = OffloadPolicy()
     if plan.fsdp_cpu_offload:
@@ -109,7 +112,7 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     inside = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=gathered and torch.float32)
     outside = replace(inside, output_dtype=gathered and torch.float32)
     again = False if plan.fsdp_keep_gathered else None  # None: torch's default, which gathers blocks twice
-    for block in repeated_blocks(model):
+    for block in _separate_blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=inside, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=outside, offload_policy=offload, reshard_after_forward=again)
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -118,6 +121,36 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     if strategy.group is not None:
         strategy.after_backward = averaged_beside_model(model, optimizer, strategy.group)
     return strategy
+
+
+def _check_shardable(parameters: Mapping[str, Tensor]) -> None:
+    """UsageError for what FSDP2 does not take, before anything is sharded."""
+    for name, one in parameters.items():
+        if one.ndim == 0:
+            what, remedy = "has no dimension", "give it one, with a single element: torch.nn.Parameter(torch.ones(1))"
+        elif not one.numel():
+            what, remedy = f"has the shape {list(one.shape)}, without an element", "leave it out of the model"
+        elif not one.is_contiguous():
+            what, remedy = "is not contiguous in memory", "make it so: model.to(memory_format=torch.contiguous_format)"
+            if one.ndim not in (4, 5):
+                remedy = "make it so: torch.nn.Parameter(values.contiguous())"
+        else:
+            continue
+        raise UsageError(
+            f"the parameter {name} {what}, and parallel is 'fsdp'",
+            limit="torch's FSDP2 cuts each parameter along its first dimension",
+            remedy=f"{remedy}; or use parallel = 'ddp'",
+        )
+
+
+def _separate_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks that share no parameter with anything outside of them. The others are sharded with the rest
+    of the model, together: FSDP2 has a shared parameter in one group alone."""
+    blocks = repeated_blocks(model)
+    users = Counter(id(one) for block in blocks for one in {id(one): one for one in block.parameters()}.values())
+    inside = {module for block in blocks for module in block.modules()}
+    users.update(id(one) for module in model.modules() if module not in inside for one in module._parameters.values())
+    return [block for block in blocks if all(users[id(one)] == 1 for one in block.parameters())]
 
 
 def _check_offload() -> None:

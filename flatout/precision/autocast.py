@@ -39,6 +39,16 @@ def autocast_call(precision: str) -> Callable[[nn.Module, Callable[[], object]],
     return wrapper
 
 
+def not_in_fp32(module: nn.Module) -> str:
+    """Why `autocast_call` leaves a module as it is; '' where it does not."""
+    import torch
+
+    dtype = next((one.dtype for one in module.parameters()), torch.float32)
+    if dtype == torch.float32:
+        return ""
+    return f"autocast is for weights in fp32, and the model's are {str(dtype).removeprefix('torch.')}"
+
+
 def in_fp32(result: object, dtype: torch.dtype) -> object:
     """Tensors of `dtype` anywhere in `result` as fp32; everything else as it is."""
     return outputs_changed(result, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
@@ -72,7 +82,12 @@ def loss_scaled_backward(
         for parameter in parameters:
             parameter.grad = None
         scale = state["scale"]
-        result = run(tensors * scale if isinstance(tensors, torch.Tensor) else [t * scale for t in tensors])
+        try:
+            result = run(tensors * scale if isinstance(tensors, torch.Tensor) else [t * scale for t in tensors])
+        except BaseException:  # out of memory, say: what it has added is scaled, and what was there is the script's
+            for parameter, old in zip(parameters, held, strict=True):
+                parameter.grad = old
+            raise
         fresh = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         finite = all(bool(torch.isfinite(norm)) for norm in foreach_norm(fresh)) if fresh else True
         if finite:

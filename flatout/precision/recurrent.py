@@ -38,7 +38,7 @@ def lstm_gradients_right() -> Iterator[None]:
 def _right_forward(original: Callable[..., object]) -> Callable[..., object]:
     import torch
 
-    def forward(layer: nn.LSTM, x: object, states: object = None) -> object:
+    def forward(layer: nn.LSTM, input: object, hx: object = None) -> object:  # torch's names, which scripts may use
         weight = layer.weight_hh_l0
         if (
             weight.device.type != "cpu"
@@ -46,9 +46,9 @@ def _right_forward(original: Callable[..., object]) -> Callable[..., object]:
             or not torch.is_autocast_enabled("cpu")
             or gradient_error(layer.input_size, layer.hidden_size, torch.get_autocast_dtype("cpu")) <= MOST_ERROR
         ):
-            return original(layer, x, states)
+            return original(layer, input, hx)
         with torch.autocast("cpu", enabled=False):
-            return original(layer, _as(x, weight.dtype), _as(states, weight.dtype))
+            return original(layer, _as(input, weight.dtype), _as(hx, weight.dtype))
 
     return forward
 

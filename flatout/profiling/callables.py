@@ -14,7 +14,7 @@ from flatout.profiling.attribution import runs_compiled_code
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.profile import Profile
 from flatout.profiling.recorded_events import Recording
-from flatout.profiling.window import COMPILED, ProfilerWindow, Windows, steps_to_profile
+from flatout.profiling.window import COMPILED, ProfilerWindow, Windows, step_label, steps_to_profile
 from flatout.torch_private.compiler import backend_was_made, frames_traced
 from flatout.torch_private.dispatch import current_dispatch_mode
 
@@ -64,7 +64,7 @@ def profile_callable(
         function()  # the profiler's first call is slower
         for number in range(calls):
             began = time.perf_counter()
-            with torch.profiler.record_function(f"ProfilerStep#{number}"):
+            with step_label(number):
                 function()
             wait_for_gpus()
             seconds.append(time.perf_counter() - began)

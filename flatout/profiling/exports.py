@@ -47,7 +47,7 @@ def write_table(path: Path, rows: Sequence[OperatorRow]) -> None:
     made = {".csv": _csv, ".json": _json, ".txt": _text}
     text = next(make for ending, make in made.items() if path.name.endswith(ending))(rows)
     with _errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a file's name may be no UTF-8
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from flatout.torch_private.dispatch import (
     node_number,
     without_torch_function,
 )
+from flatout.torch_private.tensors import stored_parts
 from flatout.tracebacks import is_users_file
 from flatout.train.flops import OperationCount
 
@@ -343,9 +344,9 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes that reading it touches: an expanded tensor is smaller than it looks."""
+    """Bytes that reading it touches: an expanded or a sparse tensor is smaller than it looks."""
     if tensor.layout != torch.strided:
-        return tensor.numel() * tensor.element_size()
+        return sum(one.numel() * one.element_size() for one in stored_parts(tensor))
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride or size == 0:

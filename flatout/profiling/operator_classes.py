@@ -17,6 +17,7 @@ PRODUCTS: Final[frozenset[OperatorClass]] = frozenset({"matmul", "convolution", 
 _EXACT: dict[str, OperatorClass] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul"), "matmul"),
     **dict.fromkeys(("_int_mm", "_scaled_mm", "_addmm_activation", "linear_backward", "_grouped_mm"), "matmul"),
+    **dict.fromkeys(("_sparse_addmm", "_sparse_mm", "sparse_sampled_addmm"), "matmul"),
     **dict.fromkeys(("embedding", "index_select", "gather", "scatter_add_", "index_put_", "index"), "embedding"),
     **dict.fromkeys(("gather_backward", "_embedding_bag", "scatter_", "_index_put_impl_", "index_add_"), "embedding"),
     **dict.fromkeys(("copy_", "_to_copy", "clone", "cat", "stack", "contiguous", "_pin_memory"), "copy"),

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _BACKWARD_SCOPE = 1
 """torch's RecordScope::BACKWARD_FUNCTION."""
+STEP = "Flatout step"
+"""Label of a profiled step. Torch's own, 'ProfilerStep', is not enough: a script with a profiler labels its steps so
+too, also while that records nothing."""
 DISTURBED = 2.0
 _EVALUATES = "autograd::engine::evaluate_function"
 Links = dict[tuple[str, int, str], int]
@@ -94,7 +97,7 @@ def recorded(
 ) -> Recording:
     """The events that `torch.profiler.profile(...).events()` returns: ordered by their start.
 
-    steps: how many steps labelled 'ProfilerStep' were whole; what lies outside of them is left out. links: for events
+    steps: how many labelled steps were whole; what lies outside of them is left out. links: for events
     that do not say themselves which operator they belong to.
     """
     given = list(function_events)
@@ -141,7 +144,9 @@ def typical(steps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _steps(host: Sequence[FunctionEvent]) -> list[tuple[float, float]]:
-    return sorted((one.time_range.start, one.time_range.end) for one in host if one.name.startswith("ProfilerStep"))
+    """Where none has our label, as in recordings of others, by torch's."""
+    labelled = [one for one in host if one.name == STEP] or [one for one in host if one.name.startswith("ProfilerStep")]
+    return sorted((one.time_range.start, one.time_range.end) for one in labelled)
 
 
 def _is_within(time: float, starts: Sequence[float], steps: Sequence[tuple[float, float]]) -> bool:

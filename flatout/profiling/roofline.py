@@ -19,6 +19,12 @@ from flatout.units import format_seconds
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8", "float64": "fp64"}
 _SHORT_CALL_SECONDS, _LOW_SHARE = 10e-6, 0.5
+ABOVE = {
+    "memory": "above memory's rate: these tensors stay in the caches",
+    "compute": "above the rate that was measured: it is too low, or not all that was counted is computed, as where a "
+    "mask is causal; measure again with flatout check --measure",
+}
+"""What a share beyond 100 % says."""
 _ALIGNED = 8
 """Of 16-bit products on Tensor Cores, sizes are multiples of this."""
 _UNIT_KERNELS = ("tensorop", "hmma", "wgmma", "gmma", "s16816", "s1688", "s884", "xmma", "mma_", "h884", "nvjet")
@@ -105,8 +111,8 @@ def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> R
             reason = f"unknown, because {rate} of this device was not measured"
         else:
             reason = "unknown, because neither FLOPs nor bytes of these operators were counted"
-        if share is not None and share > 1 and bound == "memory":
-            reason = "above memory's rate: these tensors stay in the caches"
+        if share is not None and share > 1:
+            reason = ABOVE[bound or "compute"]
         elif share is not None and share < _LOW_SHARE and one.calls and one.seconds / one.calls < _SHORT_CALL_SECONDS:
             reason = f"calls of {format_seconds(one.seconds / one.calls)} are mostly the cost of a call"
     return RooflineRow(

@@ -29,7 +29,7 @@ from flatout.profiling.collectives import communication
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu
 from flatout.profiling.profile import Communication, OperatorRow, Profile, StepParts, evaluation_in_step
-from flatout.profiling.recorded_events import DISTURBED, Links, Recording, links_of, recorded
+from flatout.profiling.recorded_events import DISTURBED, STEP, Links, Recording, links_of, recorded
 from flatout.replaced import replaced
 from flatout.torch_private.attributes import PROFILER_STARTS
 from flatout.torch_private.dispatch import profiler_is_on
@@ -90,7 +90,7 @@ class ProfilerWindow:
             self._profiler, self.obstacle = None, OTHERS_PROFILER
 
     def stop(self, *, steps: int | None = None) -> Recording | None:
-        """What was recorded; None where nothing was. steps: of what is labelled 'ProfilerStep', so many are kept; None:
+        """What was recorded; None where nothing was. steps: of those that are labelled, so many are kept; None:
         all, with or without a label."""
         self._listening.close()
         if self._profiler is None:
@@ -118,6 +118,13 @@ def _silent() -> Iterator[None]:
     """The profiler warns about its own state, and logs that it starts and stops: nothing that the script did."""
     with environment.quiet_profiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def step_label(number: int) -> Iterator[None]:
+    """Around a profiled step: torch's label, by which TensorBoard and Perfetto show steps, and ours inside of it."""
+    with torch.profiler.record_function(f"ProfilerStep#{number}"), torch.profiler.record_function(STEP):
         yield
 
 

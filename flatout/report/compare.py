@@ -16,13 +16,17 @@ from flatout.decoding import decode
 from flatout.errors import MachinesDiffer, UsageError
 from flatout.private_details import arguments_digest
 from flatout.report.document import Document
-from flatout.report.live_text import printable
 from flatout.statistics import Comparison, compare_runs, compare_unpaired
+from flatout.terminal import printable
 from flatout.timing import Measurement
 from flatout.units import format_bytes, format_seconds
 
 _MEASURED = {one.name for one in fields(Measurement)}
 """A later version may write more."""
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-12, 1e12
+"""Of a step: what lies beyond was not measured, and its ratios overflow."""
+SAME_BATCH = 1.02
+"""The last batch of an epoch makes means differ a little."""
 _RERUN = "run both on the same machine"
 _ALONE = "measured separately: the ratio includes any drift of the machine between the two runs"
 _IN_TURNS = (
@@ -90,6 +94,7 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
     scripts = [script_name(doc) or None for _, doc in named]
     caveats += _difference("the script", scripts)
     caveats += ["the script's arguments differ"] if len({_arguments(doc) for _, doc in named} - {None}) > 1 else []
+    caveats += _batches([_samples(doc) for _, doc in named])
     caveats += _difference("the device", [_device(doc) for _, doc in named])
     caveats += _difference("torch", [_torch(one) for one in machines.values()])
     caveats += _warnings({which: [*measured[which].warnings, *_ending(doc)] for which, doc in named})
@@ -129,6 +134,15 @@ def _contended_text(contended: Sequence[str], runs: int) -> str:
 def _difference(what: str, values: Sequence[str | None]) -> list[str]:
     found = list(dict.fromkeys(value for value in values if value is not None))
     return [f"{what} differs: {' and '.join(found)}"] if len(found) > 1 else []
+
+
+def _batches(samples: Sequence[float | None]) -> list[str]:
+    """Where steps take unlike numbers of samples, the ratio is not that of their speeds."""
+    known = [one for one in samples if one]
+    if not known or max(known) <= SAME_BATCH * min(known):
+        return []
+    sizes = " and ".join(f"{one:.4g}" for one in dict.fromkeys(known))
+    return [f"steps of unlike size: {sizes} samples a step; the ratio is that of steps, not of samples per second"]
 
 
 def _check_machines(machines: dict[str, Document]) -> None:
@@ -174,6 +188,13 @@ def _measurement(doc: Document, which: str) -> Measurement:
         ) from error
     if not found.samples_seconds:
         raise UsageError(f"the {which} document has no samples", limit="a comparison needs some of each side")
+    for one in found.samples_seconds:
+        if not SHORTEST_SECONDS <= one <= LONGEST_SECONDS:
+            raise UsageError(
+                f"the {which} document has a sample of {str(one)[:20]} seconds",
+                limit=f"a step takes {SHORTEST_SECONDS:g} s to {LONGEST_SECONDS:g} s",
+                remedy="pass what `flatout run` wrote",
+            )
     return found
 
 
@@ -204,6 +225,12 @@ def _arguments(doc: Document) -> str | None:
         return arguments_digest(given)
     digest = script.get("arguments_digest")
     return digest if isinstance(digest, str) else None
+
+
+def _samples(doc: Document) -> float | None:
+    """Of a step; None where the document does not tell."""
+    found = doc.get("samples_per_step")
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) and found > 0 else None
 
 
 def _device(doc: Document) -> str | None:

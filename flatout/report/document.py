@@ -60,7 +60,7 @@ def report_place(path: str | os.PathLike[str]) -> Path:
 def read_document(path: Path, kind: str | None = None) -> Document:
     """A document of that kind (of any kind, if None), or a UsageError that says what the file is instead."""
     try:
-        doc = json.loads(path.read_text(encoding="utf-8"))
+        doc = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, or not JSON
@@ -86,6 +86,11 @@ def read_document(path: Path, kind: str | None = None) -> Document:
         raise UsageError(f"{path} is a {header.get('document')!r} document", limit=f"a {kind!r} is needed here")
     assert isinstance(doc, dict)
     return doc
+
+
+def _refused(constant: str) -> object:
+    """NaN and infinities, which Python reads, and no document of ours has."""
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _escaped(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flatout.infer.exporting.report import ExportCheck, ExportedFile, ExportFailure, ExportReport, SizeRange
 from flatout.report.document import document
+from flatout.terminal import printable
 from flatout.units import format_bytes, format_seconds, labelled
 
 KIND = "export"
@@ -24,7 +25,7 @@ def export_text(report: ExportReport) -> str:
     rows += labelled("note", list(report.notes))
     good = sum(file.failure is None for file in report.files)
     rows.append(("verdict", f"{good} of {len(report.files)} exported and verified in {format_seconds(report.seconds)}"))
-    return "\n".join(f"{label:<12}{text}" for label, text in rows)
+    return "\n".join(f"{label:<12}{printable(text)}" for label, text in rows)
 
 
 def _failed(failure: ExportFailure) -> list[str]:

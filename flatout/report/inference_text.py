@@ -11,6 +11,7 @@ from flatout.infer.generation.generated import Generation
 from flatout.infer.prediction.predicted import Figures
 from flatout.report.document import document
 from flatout.units import format_seconds
+from flatout.whole_files import written_whole
 
 
 def generation_document(made: Generation) -> dict[str, object]:
@@ -36,7 +37,8 @@ def write_lines(path: Path, made: Generation) -> None:
         for index, (tokens, text, reason) in enumerate(rows)
     ]
     try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with written_whole(path) as temporary:
+            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
 

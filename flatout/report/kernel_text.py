@@ -5,8 +5,8 @@ from __future__ import annotations
 from flatout.kernels.custom.result import KernelCheck, KernelProperty, KernelSpeed
 from flatout.private_details import without_private
 from flatout.report.document import document
-from flatout.report.live_text import printable
 from flatout.statistics import Comparison
+from flatout.terminal import printable
 from flatout.timing import Measurement
 from flatout.units import format_bytes, format_seconds, labelled
 

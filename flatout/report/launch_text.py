@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from flatout.parallel.launching.events import (
     Stopping,
 )
 from flatout.parallel.launching.rank_count import RankCount
-from flatout.report.live_text import printable
+from flatout.terminal import printable
 from flatout.units import counted, format_seconds
 
 PREFIX = "[flatout] "
@@ -36,12 +38,25 @@ _HINTS = {
 
 def tell(event: Event) -> None:
     """Write its line to stderr."""
-    print(PREFIX + event_text(event), file=sys.stderr, flush=True)
+    _say(PREFIX + event_text(event))
 
 
 def tell_count(found: RankCount) -> None:
     """Write to stderr why this machine starts so many ranks."""
-    print(f"{PREFIX}{counted(found.ranks, 'rank')} ({found.reason})", file=sys.stderr, flush=True)
+    _say(f"{PREFIX}{counted(found.ranks, 'rank')} ({found.reason})")
+
+
+def _say(text: str) -> None:
+    """The job goes on where nobody reads it any more."""
+    if sys.stderr is None:  # it was closed
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # what is left in the buffer goes nowhere at exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stderr.fileno())
+            os.close(nowhere)
 
 
 def event_text(event: Event) -> str:

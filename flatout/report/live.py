@@ -154,7 +154,8 @@ class Panel:
 
     def _write(self, text: str) -> None:
         try:
-            os.write(self._descriptor, text.encode())  # one write: the script's own cannot come between
+            if os.isatty(self._descriptor):  # else the script has closed it, and the number may be a file's by now
+                os.write(self._descriptor, text.encode())  # one write: the script's own cannot come between
         except OSError:
             self._stop.set()
 

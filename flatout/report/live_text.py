@@ -17,6 +17,7 @@ from flatout.machine.device_rates import Devices
 from flatout.machine.nvidia_sensors import GpuReading
 from flatout.report.live_rank_text import rank_lines, rank_rows, ranks_parts
 from flatout.report.step_text import PARTS, SMALLEST_SHARE_SHOWN, breakdown_text, percent, share_of_ceiling
+from flatout.terminal import printable
 from flatout.units import format_bytes, format_number, format_seconds
 
 LATE_STEPS, LATE_SECONDS = 10.0, 5.0
@@ -183,7 +184,7 @@ def live_rows(view: LiveView) -> list[tuple[str, str]]:
 def condition_text(view: LiveView) -> str:
     """'running for 3 min 4 s', 'ended at 14:03:22 with status 0'."""
     state = view.state
-    at = datetime.datetime.fromtimestamp(state.written_at).strftime("%Y-%m-%d %H:%M:%S")
+    at = _time_of_day(state.written_at)
     took = format_seconds(state.run_seconds)
     if view.condition == "ended":
         status = "" if state.status is None else f" with status {state.status}"
@@ -194,6 +195,13 @@ def condition_text(view: LiveView) -> str:
         return f"process {state.pid} of another container; its last sign of life was at {at}"
     running = format_seconds(state.run_seconds + max(0.0, view.clock_seconds - state.written_clock))
     return f"{'stopped, ' if view.condition == 'stopped' else ''}process {state.pid}, for {running}"
+
+
+def _time_of_day(seconds: float) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # beyond the calendar
+        return "an unknown time"
 
 
 def _progress_text(view: LiveView) -> str:
@@ -324,11 +332,6 @@ def finding_lines(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 
 # text
-
-
-def printable(text: str) -> str:
-    """Without control characters: what a script names or says must not drive the reader's terminal."""
-    return "".join(letter for letter in text if letter.isprintable())
 
 
 def fitted(text: str, columns: int) -> str:

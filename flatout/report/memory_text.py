@@ -12,6 +12,7 @@ from flatout.memory.use import MemoryUse
 from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.script.memory_trial import MemoryWatched, ProcessMemory, RankMemory
+from flatout.terminal import printable
 from flatout.units import format_bytes, labelled
 
 KIND = "memory"
@@ -72,7 +73,7 @@ def memory_text(watched: MemoryWatched) -> str:
         rows += labelled("savings", [_saving_text(saving) for saving in use.savings])
     rows += labelled("leaks", [*_leak_lines(memory), *_leaks_of_others(watched)])
     rows += labelled("note", _notes(watched))
-    return "\n".join(f"{label:<10}{text}" for label, text in rows)
+    return "\n".join(f"{label:<10}{printable(text)}" for label, text in rows)
 
 
 def _steps(watched: MemoryWatched) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from flatout.parallel.preflight import LEAST_RATIOS, Preflight, Slow
 from flatout.parallel.rank_timings import CollectiveTiming, Fit, RankTiming
 from flatout.statistics import iqr, median
+from flatout.terminal import printable
 from flatout.units import format_bytes, format_rate, format_seconds, labelled
 
 RULE = (
@@ -32,7 +33,7 @@ def preflight_text(found: Preflight) -> str:
     rows += labelled("slow", [_slow_text(one, timings.ranks) for one in found.slow] or ["none stands out"])
     rows.append(("", RULE))
     rows += labelled("unknown", found.not_judged)
-    return "\n".join(f"{label:<16}{text}" for label, text in rows)
+    return "\n".join(f"{label:<16}{printable(text)}" for label, text in rows)
 
 
 def _ranks(ranks: Sequence[RankTiming], backend: str) -> str:

@@ -21,9 +21,9 @@ from flatout.profiling.profile import (
     StepParts,
 )
 from flatout.report.document import document
-from flatout.report.live_text import printable
 from flatout.report.rank_text import profiled_rank_rows, rank_fields
 from flatout.report.step_text import percent
+from flatout.terminal import printable
 from flatout.units import format_bytes, format_number, format_rate, format_seconds, labelled
 
 KIND = "profile"

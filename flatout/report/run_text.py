@@ -13,6 +13,7 @@ from flatout.report.step_text import breakdown_text, counted_by, percent, share_
 from flatout.script.memory_death import MemoryDeath
 from flatout.script.process_record import own_spread, process_names, step_spread
 from flatout.script.step_memory import MemorySample
+from flatout.terminal import printable
 from flatout.timing import contention, measurement
 from flatout.units import format_bytes, format_number, format_seconds
 
@@ -49,7 +50,7 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
         rows.append(("", finding.remedy + (f": {finding.next_command}" if finding.next_command else "")))
     if report_path is not None:
         rows.append(("report", report_path))
-    return "\n".join(f"{label:<10}{text}" for label, text in rows)
+    return "\n".join(f"{label:<10}{printable(text)}" for label, text in rows)
 
 
 def _applied(summary: RunSummary) -> str:

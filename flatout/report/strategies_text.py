@@ -9,6 +9,7 @@ from flatout.report.machine_text import machine_line
 from flatout.search.lines import BudgetOption, ratio_text, seconds_argument
 from flatout.strategies.facts import ALONE
 from flatout.strategies.found import StrategiesFound, StrategyProof, StrategyTrial
+from flatout.terminal import printable
 from flatout.units import counted, format_bytes, format_number, format_seconds
 
 KIND = "strategies"
@@ -27,7 +28,7 @@ def strategies_text(found: StrategiesFound, machine: Machine, option: BudgetOpti
         rows.append(("", f"not all were reached: try {option(found.enough_seconds)} (about)"))
     rows += [("", line) for line in ([] if found.proof is None else _proof(found.proof, found.ranks))]
     rows += [("note", text) for text in found.warnings]
-    return "\n".join(f"{label:<10}{text}" for label, text in rows)
+    return "\n".join(f"{label:<10}{printable(text)}" for label, text in rows)
 
 
 def strategies_document(

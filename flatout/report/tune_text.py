@@ -20,6 +20,7 @@ from flatout.search.lines import (
     seconds_argument,
     trial_lines,
 )
+from flatout.terminal import printable
 from flatout.timing import measurement
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
@@ -48,7 +49,7 @@ def tune_text(result: Tuned, option: BudgetOption = seconds_argument) -> str:
     if result.devices is not None:
         rows += tuned_lines(result.devices, option)
     rows += [("note", text) for text in result.warnings]
-    return "\n".join(f"{label:<10}{text}" for label, text in rows)
+    return "\n".join(f"{label:<10}{printable(text)}" for label, text in rows)
 
 
 def ceiling_share(result: Tuned, step_seconds: float | None) -> tuple[float | None, str]:

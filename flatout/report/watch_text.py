@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from flatout.diagnose.watched import Watched
 from flatout.machine.processes import ProcessUse
-from flatout.report.live_text import LiveView, condition_text, devices_rows, finding_lines, live_rows, printable
+from flatout.report.live_text import LiveView, condition_text, devices_rows, finding_lines, live_rows
+from flatout.terminal import printable
 from flatout.units import format_bytes, format_seconds
 
 LABEL = 10
@@ -59,7 +60,9 @@ def _all_runs(found: Watched) -> list[tuple[str, str]]:
         steps = f"step {state.steps:,}" if state.steps else "no step yet"
         speed = f"{format_seconds(state.step_seconds)} a step" if state.step_seconds else ""
         rows.append(("run", " · ".join(filter(None, (state.script, condition_text(view), steps, speed)))))
-    if not rows:
+    if found.runs_unknown_because is not None:
+        rows.append(("runs", f"unknown: {found.runs_unknown_because}"))
+    elif not rows:
         rows.append(("runs", "none: flatout run is not running here, and no run has ended within the last hour"))
     elif any(seen.condition in ("running", "stopped") for seen in found.runs):
         rows.append(("", "to follow one: flatout watch PID"))

@@ -235,7 +235,7 @@ def names_device(file: str | None) -> bool:
     """Does this source mention devices, in a name, an argument or a string? False where it cannot be read."""
     try:
         tree = ast.parse(Path(file or "").read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError):
         return False
     return any(_mentions_device(node) for node in ast.walk(tree))
 

@@ -10,6 +10,7 @@ find it and pickled classes resolve. Nothing is copied and nothing is rewritten.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import importlib
 import importlib.machinery
@@ -30,6 +31,11 @@ RUNPY_AND_ITS_OWN = ("runpy", "types", "contextlib", "warnings", "importlib.mach
 
 LOOKED_AT_BYTES = 4096
 """Of a script's start: enough for the first line of a zip application, which names its interpreter, and a header."""
+
+LARGEST_IN_C = 1 << 63
+"""The numbers that C can hold, from its negative on, are exit codes by their last eight bits."""
+STDERR = 2
+"""The descriptor."""
 
 _replaced: list[ModuleType] = []
 
@@ -82,7 +88,11 @@ class Target:
             raise UsageError(f"no such script: {self.path}", remedy=f"looked in {os.getcwd()}")
         if path.is_dir():
             raise UsageError(f"{self.path} is a folder", limit="a script is a file", remedy="run a package with -m")
-        if (kind := _other_than_source(path)) is not None:
+        try:
+            kind = _other_than_source(path)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if kind is not None:
             raise UsageError(
                 f"{self.path} is {kind}", limit="a script is Python source", remedy="name the source it was made from"
             )
@@ -96,7 +106,7 @@ class Target:
         try:
             source = path.read_bytes()
         except OSError as error:
-            raise UsageError(f"cannot read {self.path}: {error.strerror}") from error
+            raise self._unreadable(error) from error
         try:
             compile(source, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -107,16 +117,17 @@ class Target:
         except ValueError as error:
             raise ScriptError(f"{self.path} is not Python source: {error}") from None
 
+    def _unreadable(self, error: OSError) -> UsageError:
+        return UsageError(f"cannot read {self.path}: {error.strerror}", remedy="name a script that you may read")
+
 
 def _other_than_source(path: Path) -> str | None:
-    """What it is of that which Python runs although it is no source; None: nothing of these."""
-    try:
-        if not path.is_file():  # a pipe can be read only once
-            return None
-        with path.open("rb") as file:
-            start = file.read(LOOKED_AT_BYTES)
-    except OSError:
+    """What it is of that which Python runs although it is no source; None: nothing of these. Raises OSError where it
+    cannot be read."""
+    if not path.is_file():  # a pipe can be read only once
         return None
+    with path.open("rb") as file:
+        start = file.read(LOOKED_AT_BYTES)
     if b"\0" not in start:
         return None
     if start[2:4] == b"\r\n":  # behind the number of the version
@@ -150,9 +161,11 @@ def execute(target: Target, failed: Callable[[BaseException], object] = lambda e
         if status != 0 and stop.__context__ is not None and not stop.__suppress_context__:
             failed(own_frames_removed(stop.__context__))
         return status
-    except (KeyboardInterrupt, _NotThere):
+    except _NotThere:
         raise
     except BaseException as error:
+        if type(error) is KeyboardInterrupt:  # of a class derived from it Python does not die
+            raise
         uncaught = error
     else:
         return 0
@@ -166,14 +179,18 @@ def show_uncaught(error: BaseException) -> int:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
+    if not hasattr(sys, "excepthook"):
+        _write_error("sys.excepthook is missing\n")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        return 1
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as stop:
         return _status_of(stop)
-    except Exception as failure:
-        sys.stderr.write("Error in sys.excepthook:\n")
+    except BaseException as failure:
+        _write_error("Error in sys.excepthook:\n")
         sys.__excepthook__(type(failure), own_frames_removed(failure), failure.__traceback__)
-        sys.stderr.write("\nOriginal exception was:\n")
+        _write_error("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, error.__traceback__)
     return 1
 
@@ -182,9 +199,21 @@ def _status_of(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
-        return stop.code & 0xFF
-    sys.stderr.write(f"{stop.code}\n")
+        return stop.code & 0xFF if -LARGEST_IN_C <= stop.code < LARGEST_IN_C else 0xFF
+    with contextlib.suppress(Exception):  # as Python does: it may be closed, or the value have no text
+        write = _write_error if sys.stderr is None else sys.stderr.write
+        write(str(stop.code))
+    _write_error("\n")
     return 1
+
+
+def _write_error(text: str) -> None:
+    """As Python does: past `sys.stderr` where that cannot be written to."""
+    try:
+        sys.stderr.write(text)
+    except Exception:
+        with contextlib.suppress(OSError):
+            os.write(STDERR, text.encode("utf-8", "backslashreplace"))
 
 
 def _run_path(target: Target, module: ModuleType) -> None:

@@ -42,7 +42,8 @@ _TAGS: tuple[tuple[str, str], ...] = (
     ("/matplotlib/", "plotting"), ("/seaborn/", "plotting"), ("/plotly/", "plotting"), ("/imageio/", "plotting"),
     ("/torchvision/utils.py", "plotting"),
     ("/torch/serialization.py", "disk"), ("/pickle.py", "disk"), ("/json/", "disk"), ("/csv.py", "disk"),
-    ("/numpy/lib/", "disk"), ("/shutil.py", "disk"), ("/pathlib", "disk"), ("/safetensors/", "disk"),
+    ("/numpy/lib/npyio", "disk"), ("/numpy/lib/_npyio", "disk"), ("/numpy/lib/format", "disk"),
+    ("/numpy/lib/_format", "disk"), ("/shutil.py", "disk"), ("/pathlib", "disk"), ("/safetensors/", "disk"),
     ("/h5py/", "disk"), ("/zipfile", "disk"), ("/tempfile.py", "disk"),
     ("/torch/", "torch"),
 )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from flatout.torch_private.attributes import LOSS_REDUCTION
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.autograd.graph import Node
@@ -21,6 +23,8 @@ MEANS = (
     "KlDiv",
     "Huber",
 )
+REDUCTIONS = {1: "mean", 2: "sum"}
+"""As the nodes of losses number them."""
 RESHAPES = (
     "ToCopy", "View", "Reshape", "UnsafeView", "Transpose", "Permute", "TBackward", "Squeeze", "Unsqueeze", "Clone",
     "Alias", "Slice", "Select",
@@ -45,7 +49,7 @@ def end_of_graph(root: Tensor, scaler: bool) -> tuple[bool, str]:
         elif name.startswith("SumBackward"):
             return scaled, "sum"
         elif name.startswith(MEANS):
-            return scaled, "mean"
+            return scaled, REDUCTIONS.get(getattr(node, LOSS_REDUCTION, 1), "")
         elif not name.startswith(("ToCopy", "View", "Squeeze", "Add", "Neg", "Clone", "Alias")):
             break
         following = [one for one, _ in node.next_functions if one is not None]

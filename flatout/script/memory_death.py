@@ -221,7 +221,7 @@ def _tensors_of(value: object) -> Iterator[Tensor]:
     try:
         for _, tensor in tensors_in(value):
             yield tensor
-    except RecursionError:
+    except Exception:  # of the script: a mapping whose file is closed, an object without attributes, a list in itself
         return
 
 

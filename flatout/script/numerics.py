@@ -8,14 +8,15 @@ what `flatout.script.reference` compares.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from flatout.levers.low_bit import is_in_codes
 from flatout.levers.subject import Subject
-from flatout.parameters import own_part, parameters_of
+from flatout.parameters import own_part, parameters_of, state_of
 from flatout.script.reference import (
     CheckFound,
     Reference,
@@ -23,7 +24,6 @@ from flatout.script.reference import (
     ReferenceWriter,
     generator_digest,
     held_by,
-    named_buffers,
     named_weights,
 )
 from flatout.tensor_bytes import bytes_view
@@ -59,13 +59,14 @@ class NumericsRequest:
     """By this many instead of one, where it is of its own format."""
     nudge_seed: int = 0
     """Which weights move up and which down."""
-    gradient_noise: float = 0.0
-    """Added to each gradient before the optimizer takes it, or an update by the script itself; a share of its size."""
+    gradient_noise: tuple[float, ...] = ()
+    """Added to each gradient before the optimizer takes it, or an update by the script itself: shares of its size, of
+    which every step draws one."""
     noise_seed: int = 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:  # JSON
-        return cls(**{**data, "checks": tuple(data["checks"])})
+        return cls(**{**data, "checks": tuple(data["checks"]), "gradient_noise": tuple(data["gradient_noise"])})
 
 
 class NumericsFound(TypedDict):
@@ -149,7 +150,7 @@ class NumericsRecorder:
         self._watch.before_optimizer.remove(self._optimizer)
         self._watch.at_iterator.remove(self._iterator)
         self._watch.subject.before_update.remove(self._update)
-        weights = named_weights(self._watch.subject)
+        weights, modules = named_weights(self._watch.subject), self._watch.subject.modules
         reader = self._reference if isinstance(self._reference, ReferenceReader) else None
         return {
             "losses": [[float(loss) for loss in losses] for losses in self._losses[: self.steps]],
@@ -159,7 +160,7 @@ class NumericsRecorder:
             ],
             "parameters": list(weights),
             "weight_digest": _digest(list(weights.values())),
-            "buffer_digest": _digest(list(named_buffers(self._watch.subject).values())),
+            "buffer_digest": _digest([own_part(one) for module in modules for one in module.buffers()]),
             "generator_digest": generator_digest(),
             "finite": all(bool(tensor.isfinite().all()) for tensor in weights.values()),
             "epochs": self._epochs,
@@ -177,6 +178,7 @@ class NumericsRecorder:
             if self.steps in self._reference.checks and request.nudge != "none":
                 relative = BITS_OF_16 if request.nudge == "16-bit" else None
                 nudge_weights(subject, relative, ulps=request.nudge_ulps, seed=request.nudge_seed)
+        self._gradient_noise.next_step()
         if request.gradient_noise:
             self._gradient_noise.add_to(held_by(subject))
 
@@ -211,6 +213,7 @@ class NumericsRecorder:
         found = [self._early.get(id(p), p.grad) for p in parameters]
         gradients = [own_part(gradient.detach()) for gradient in found if gradient is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
         if gradients:
             norms = foreach_norm([g.float() for g in gradients])
             self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
@@ -222,9 +225,9 @@ def _in_codes(subject: Subject, weights: Mapping[str, Tensor]) -> list[str]:
     return [
         names[address]
         for optimizer in subject.optimizers
-        for parameter, state in optimizer.state.items()
+        for parameter in parameters_of(optimizer)
         if (address := own_part(parameter.detach()).data_ptr()) in names
-        and any(is_in_codes(value) for value in state.values())
+        and any(is_in_codes(value) for value in state_of(optimizer, parameter).values())
     ]
 
 
@@ -233,7 +236,7 @@ def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
     if request.role == "reference":
         return ReferenceWriter(folder, subject, request.checks)
     if request.role == "checked":
-        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none" or request.gradient_noise > 0)
+        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none" or bool(request.gradient_noise))
     return None
 
 
@@ -245,19 +248,25 @@ def nudge_weights(subject: Subject, relative: float | None = None, *, ulps: int 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in named_weights(subject).values():
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
                 amount = relative or ulps * torch.finfo(tensor.dtype).eps  # units in the last place of a number near 1
                 tensor.mul_(1 + amount * signs.to(device=tensor.device, dtype=tensor.dtype))
 
 
 class GradientNoise:
-    """Noise of `share` of each gradient's norm, uniform over its nonzero elements. Draws from a separate generator."""
+    """Noise of a share of each gradient's norm, uniform over its nonzero elements; each step has one of the shares.
+    Draws from separate generators."""
 
-    def __init__(self, share: float, seed: int = 0) -> None:
-        self._share, self._seed = share, seed
+    def __init__(self, shares: Sequence[float], seed: int = 0) -> None:
+        self._shares, self._seed = shares, seed
+        self._drawn = random.Random(seed)
+        self._share = 0.0
         self._generators: dict[torch.device, torch.Generator] = {}
         """By device."""
+
+    def next_step(self) -> None:
+        self._share = self._drawn.choice(self._shares) if self._shares else 0.0
 
     def add_to(self, parameters: list[Tensor]) -> None:
         import torch

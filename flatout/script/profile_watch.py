@@ -213,14 +213,13 @@ class ProfileWatch:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        import torch
+        from flatout.profiling.window import step_label
 
         assert self._device is not None
         if not self._marks and self._together is not None and self._device.kind == "cpu":
             self.watch.open_window()  # how long it waits for other ranks in these very steps
         self._marks.append(self._device.mark())
-        # TensorBoard's plugin and Perfetto show steps by this label; it also says what belongs to whole steps.
-        self._label.enter_context(torch.profiler.record_function(f"ProfilerStep#{len(self._marks) - 1}"))
+        self._label.enter_context(step_label(len(self._marks) - 1))  # it says what belongs to whole steps
 
     def _profiling(self) -> None:
         assert self._device is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 from flatout.script.own_modules import own_imports
 from flatout.script.process_record import Place, ProcessRecord, place_now, process_record
 from flatout.script.runner import Runner
+from flatout.signals import own_errors_suppressed
 from flatout.whole_files import PRIVATE, written_whole
 
 PREFIX = "process-"
@@ -49,7 +50,7 @@ class RecordFile:
     def _write(self) -> None:
         if not self._runner.record.steps:
             return
-        with contextlib.suppress(Exception):
+        with own_errors_suppressed():
             self._place = place_now(self._place)
             record = process_record(self._runner, place=self._place, started_at=self._started_at, ended=self._ended)
             with written_whole(self._path, mode=PRIVATE, durable=False) as temporary:

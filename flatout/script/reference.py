@@ -23,6 +23,7 @@ zero but for rounding).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from flatout.generators import generator_states
 from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
-from flatout.parameters import all_parameters, own_part, parameters_of
+from flatout.parameters import all_parameters, own_part, parameters_of, state_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,12 +85,17 @@ def named_buffers(subject: Subject) -> dict[str, Tensor]:
 
 def optimizer_state(subject: Subject) -> dict[str, Tensor]:
     """Every tensor in the state of an optimizer."""
+    from torch import Tensor
+
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(subject.optimizers):
-        for index, parameter in enumerate(parameters_of(optimizer)):
-            for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-                if hasattr(value, "copy_"):
-                    found[f"{number}.{index}.{key}"] = own_part(value)
+        states = {f"{index}.": state_of(optimizer, one) for index, one in enumerate(parameters_of(optimizer))}
+        # An optimizer of a script's own may keep something of all parameters together, under a name.
+        states[""] = {str(key): value for key, value in optimizer.state.items() if isinstance(key, str)}
+        for place, state in states.items():
+            for key, value in sorted(state.items(), key=lambda item: str(item[0])):
+                if isinstance(value, Tensor):
+                    found[f"{number}.{place}{key}"] = own_part(value)
     return found
 
 
@@ -439,11 +445,11 @@ def _differences(
 
     for index, (name, tensor) in enumerate(mine.items()):
         reference = theirs.get(name)
-        if reference is None or not reference.is_floating_point():
+        if reference is None or not (reference.is_floating_point() or reference.is_complex()):
             continue
         own = tensor.detach().to("cpu") if whole else sample(tensor, index)
-        a, b = reference.float(), own.float()
-        moved = a - since[name].float() if name in since else a
+        a, b = _widened(reference), _widened(own)
+        moved = a - _widened(since[name]) if name in since else a
         chosen = clear.get(name)
         if (
             chosen is not None
@@ -451,22 +457,46 @@ def _differences(
             and len(chosen.elements) == len(a)
         ):
             a, b, moved = (one[chosen.elements] for one in (a, b, moved))
-        rounding = torch.finfo(reference.dtype).eps * float(a.norm())
-        yield name, float((b - a).norm()), float(moved.norm()), rounding
+        rounding = torch.finfo(reference.dtype).eps * _size(a)
+        yield name, _size_of_difference(a, b), _size(moved), rounding
 
 
 def _clear_of_noise(reference: Tensor, mine: Tensor) -> Tensor:
     """bool, like the gradients: where they are much larger than their difference is on average."""
-    a, noise = reference.float(), mine.float() - reference.float()
-    return a.abs() > CLEAR_OF_NOISE * noise.square().mean().sqrt()
+    a, b = _widened(reference), _widened(mine)
+    return a.abs() > CLEAR_OF_NOISE * (b - a).abs().square().mean().sqrt()
 
 
 def _error(reference: Tensor, mine: Tensor) -> tuple[float, float, float]:
-    """(|mine - reference|, |reference|, <mine, reference>)"""
-    if mine.shape != reference.shape:
-        return float("inf"), float(reference.float().norm()), 0.0
-    a, b = reference.float().reshape(-1), mine.float().reshape(-1)
-    return float((b - a).norm()), float(a.norm()), float(a.double() @ b.double())
+    """(|mine - reference|, |reference|, <mine, reference>); zeros where the reference is not finite, as under a loss
+    scale that is too large: it says nothing."""
+    import torch
+
+    a, b = _widened(reference).reshape(-1), _widened(mine).reshape(-1)
+    if not a.isfinite().all():
+        return 0.0, 0.0, 0.0
+    if mine.shape != reference.shape or not b.isfinite().all():
+        return math.inf, float(a.norm()), 0.0
+    widest = torch.promote_types(a.dtype, torch.float64)
+    return float((b - a).norm()), float(a.norm()), float(torch.vdot(a.to(widest), b.to(widest)).real)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In fp32 at least."""
+    import torch
+
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _size(tensor: Tensor) -> float:
+    """The norm of its finite elements: a mask may hold -inf."""
+    return float(tensor.masked_fill(~tensor.isfinite(), 0).norm())
+
+
+def _size_of_difference(a: Tensor, b: Tensor) -> float:
+    """|b - a|, where equal infinities differ by 0; inf where it is no number."""
+    size = float((b - a).masked_fill((a == b) | (a.isnan() & b.isnan()), 0).norm())
+    return math.inf if math.isnan(size) else size
 
 
 def _flat(value: object) -> Iterator[bytes]:

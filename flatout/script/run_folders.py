@@ -48,6 +48,18 @@ def run_folders(parent: Path) -> list[Path]:
         return []
 
 
+def unusable_because(parent: Path) -> str | None:
+    """Why runs keep no state in this folder, and nobody can list them; None: they do, or it was never needed."""
+    try:
+        _check_private(parent)
+        os.listdir(parent)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{parent}: {error.strerror}"
+    return None
+
+
 def remove_old(parent: Path) -> None:
     """Remove the folders of runs that ended more than an hour ago."""
     for folder in old_folders(parent):

@@ -30,6 +30,7 @@ from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
 from flatout.script.step_look import StepLook
 from flatout.script.watch import Watch
+from flatout.signals import raised_by_handler
 from flatout.timing import Load, LoadWatch
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ class Runner:
                 self.applied.set(choices)
 
     def _give_up(self, error: Exception) -> None:
+        """Of an error of ours; one that a signal handler of the script raised meanwhile is the script's."""
+        if raised_by_handler(error):
+            raise error
         self.fault = f"Flatout could not watch this script: {describe_error(error)}"
         self.watch.uninstall()
 

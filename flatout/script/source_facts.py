@@ -51,7 +51,8 @@ class CallFact:
     guarded: bool = False
     """Is it under an `if` of a counter inside its loop, such as once in 50 steps?"""
     repeats: bool = False
-    """Is it in a loop that only counts, `for _ in range(8)`, and does the same again in every turn?"""
+    """Is it in a loop that only counts, `for _ in range(8)`, and does the same again in every turn, without a step of
+    the optimizer?"""
     options: Mapping[str, object] | None = None
     """Keyword -> constant; None where there are none."""
     arguments: tuple[str, ...] = ()
@@ -198,10 +199,21 @@ def read_source(files: Iterable[str], folder: str) -> SourceFacts:
         path = Path(file)
         try:
             if path.stat().st_size <= MOST_FILE_BYTES:
-                texts[within(str(path), folder)] = path.read_text(encoding="utf-8", errors="replace")
+                texts[within(str(path), folder)] = path.read_text(encoding="utf-8-sig", errors="replace")
         except OSError:
             continue
     return SourceFacts.of(texts)
+
+
+TOO_DEEP = "..."
+
+
+def _written(node: ast.AST) -> str:
+    """As source; TOO_DEEP where it is nested so, as a sum of hundreds of texts is."""
+    try:
+        return ast.unparse(node)
+    except RecursionError:
+        return TOO_DEEP
 
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
@@ -212,7 +224,7 @@ class _Reader:
     """One file."""
 
     def __init__(self, name: str, text: str) -> None:
-        self.name, self._lines = name, text.splitlines()
+        self.name, self._lines = name, text.split("\n")  # as Python counts: a form feed ends no line
         self.tree = ast.parse(text)
         self._parents: dict[ast.AST, ast.AST] = {}
         self._order: list[ast.AST] = []
@@ -281,7 +293,7 @@ class _Reader:
                 guarded=self._is_guarded(node, loop),
                 repeats=self._repeats(node),
                 options={key: _plain(value) for key, value in options.items()} or None,
-                arguments=tuple(ast.unparse(one)[:80] for one in node.args[:4]),
+                arguments=tuple(_written(one)[:80] for one in node.args[:4]),
             )
 
     def kept(self) -> Iterator[KeptFact]:
@@ -294,7 +306,7 @@ class _Reader:
                     yield KeptFact(
                         line=self.line(node),
                         container=container,
-                        value=ast.unparse(value)[:80],
+                        value=_written(value)[:80],
                         bounded=self._is_bounded(container),
                         detached=_is_detached(value),
                     )
@@ -304,7 +316,7 @@ class _Reader:
                     yield KeptFact(
                         line=self.line(node),
                         container=summed[0],
-                        value=ast.unparse(summed[1])[:80],
+                        value=_written(summed[1])[:80],
                         bounded=self._is_reset_in(node, summed[0]),
                         is_sum=True,
                         detached=_is_detached(summed[1]),
@@ -376,12 +388,13 @@ class _Reader:
 
     def _rates_divided(self) -> Iterator[ast.AST]:
         """`SGD(parameters, 0.1 / micro)`, `rate = 0.1 / micro` where `(step + 1) % micro` or `range(micro)` counts."""
-        counts = {ast.unparse(node.right) for node in self._order if _is_remainder(node)}
-        counts |= {ast.unparse(one) for node in self._calls if _dotted(node.func) == "range" for one in node.args}
+        counts = {_written(node.right) for node in self._order if _is_remainder(node)}
+        counts |= {_written(one) for node in self._calls if _dotted(node.func) == "range" for one in node.args}
+        counts.discard(TOO_DEEP)
         for node in self._order:
             if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
                 by = node.value if isinstance(node, ast.AugAssign) else node.right
-                if ast.unparse(by) in counts and self._is_rate(node):
+                if _written(by) in counts and self._is_rate(node):
                     yield node
 
     def _is_rate(self, node: ast.AST) -> bool:
@@ -505,7 +518,9 @@ class _Reader:
         if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name):
             return False
         counts = isinstance(loop.iter, ast.Call) and _dotted(loop.iter.func) in ("range", "trange")
-        inside = (one for statement in loop.body for one in ast.walk(statement))
+        inside = [one for statement in loop.body for one in ast.walk(statement)]
+        if any((owner := _stepper(one)) and not _is_schedulers_name(owner) for one in inside):
+            return False  # its turns are steps
         return counts and not any(isinstance(one, ast.Name) and one.id == loop.target.id for one in inside)
 
     def _is_bounded(self, container: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flatout.data.nested import tensors_in
 from flatout.memory.tracking import Tracker
 from flatout.script.step_memory import MemorySample
+from flatout.signals import raised_by_handler
 from flatout.torch_private.dispatch import ListeningMode, current_dispatch_mode, without_torch_function
 from flatout.train.flops import OperationCount
 
@@ -74,6 +75,8 @@ class StepListener:
             with without_torch_function():  # the script's own modes must not see our operations
                 yield
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             self.fault = f"{type(error).__name__}: {error}"
 
 

@@ -53,7 +53,7 @@ class StepFinder:
         elif self.kind == "manual":
             self.steps -= 1  # the last pass was this step's
         self.kind = "optimizer"
-        if identity not in self._counted:
+        if identity not in self._counted or self.leader is None:
             self._counted[identity] = 0
             self._lead(identity)
         if identity == self.leader:
@@ -79,8 +79,14 @@ class StepFinder:
 
     @property
     def optimizers(self) -> int:
-        """How many have stepped."""
+        """How many have stepped, and are not gone."""
         return len(self._counted)
+
+    def forget(self, identity: int) -> None:
+        """This optimizer is gone; a new one may have its identity."""
+        self._counted.pop(identity, None)
+        if identity == self.leader:
+            self.leader = None
 
     def leader_passed(self, steps: int) -> None:
         """The leader made this many more steps, unreported, since its last one."""

@@ -19,6 +19,7 @@ is watched; in forked workers everything is off.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -104,6 +105,8 @@ class Watch:
         self._lasting_patches = Patches()
         self._weights = WeightProbe()
         self._optimizers_open: list[OpenStep] = []
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        """Those that stepped, by their identity, which a later one may have when they are gone."""
         self._loader_of: weakref.WeakKeyDictionary[
             Iterator[object], tuple[weakref.ref[DataLoader[object]], DataLoader[object] | None]
         ] = weakref.WeakKeyDictionary()
@@ -111,8 +114,11 @@ class Watch:
         where the loader holds its iterator (persistent workers), so that both can be freed."""
         self._last_loader: weakref.ref[DataLoader[object]] | None = None
         self._without_weights: Handles[nn.Module] = Handles()
-        self._called_in: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        """By modules that are called without gradients: the latest step, and whether they belong to it."""
+        self._evaluated: Handles[nn.Module] = Handles()
+        """Modules that are called without gradients."""
+        self._called_in: dict[int, tuple[int, bool]] = {}
+        """By their identity, as a script's module may compare in any way: the latest step, and whether they belong to
+        it."""
         self._main_thread = threading.get_ident()
         self._row_start: Reading = None
         self._row_faults = 0
@@ -230,6 +236,7 @@ class Watch:
 
     def _count_suspended(self, optimizer: Optimizer) -> None:
         if id(optimizer) != self.finder.leader:
+            self._follow_to_its_end(optimizer)
             if self._passing.note_other(id(optimizer)) > OTHERS_THAT_RESUME:  # another phase, with another optimizer
                 self.resume()
             return
@@ -308,11 +315,24 @@ class Watch:
         if self._optimizers_open:  # an exception may have skipped the end of some
             del self._optimizers_open[steps_around(sys._getframe(1)) :]
         if not self._optimizers_open:
+            self._follow_to_its_end(optimizer)
             self.subject.optimizers.add(optimizer)
             for callback in self.before_optimizer:
                 callback(optimizer)
         span = self._spans.enter("optimizer") if self.rows is not None else None
         self._optimizers_open.append(OpenStep(id(optimizer), span))
+
+    def _follow_to_its_end(self, optimizer: Optimizer) -> None:
+        identity = id(optimizer)
+        if identity in self._optimizers:
+            return
+
+        def gone(_: object) -> None:
+            self._optimizers.pop(identity, None)
+            self.count_passed()
+            self.finder.forget(identity)
+
+        self._optimizers[identity] = weakref.ref(optimizer, gone)
 
     def _optimizer_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._here() or self.subject.updating:
@@ -446,10 +466,13 @@ class Watch:
         Such a module is not trained itself, and was called in the step before, or two before."""
         if module in self.subject.modules:
             return False
-        step, known = self._called_in.get(module, (-3, False))
+        if module not in self._evaluated:
+            self._evaluated.add(module)
+            self._called_in.pop(id(module), None)  # of one that was there before, and is gone
+        step, known = self._called_in.get(id(module), (-3, False))
         if step != self.steps:
             known = step >= self.steps - 2
-            self._called_in[module] = self.steps, known
+            self._called_in[id(module)] = self.steps, known
         return known
 
     def _recomputed(
@@ -516,7 +539,8 @@ class Watch:
             if not here:
                 return iterator
             kept = getattr(loader, LOADER_ITERATOR, None) is iterator
-            self._loader_of[iterator] = (weakref.ref(loader), None if kept else loader)
+            with contextlib.suppress(TypeError):  # a script's own loader may return one without weak references
+                self._loader_of[iterator] = (weakref.ref(loader), None if kept else loader)
             if loader in self.subject.loaders:
                 self.count_passed()
                 for callback in self.at_iterator:

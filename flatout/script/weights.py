@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
+from flatout.signals import raised_by_handler
 from flatout.torch_private.late import dispatch
 
 WATCHED_LEAVES = 3
@@ -63,7 +64,9 @@ class WeightProbe:
         try:
             with switches.without_torch_dispatch(), switches.without_torch_function():
                 return look()
-        except Exception:  # tensor subclasses may refuse anything
+        except Exception as error:  # tensor subclasses may refuse anything
+            if raised_by_handler(error):
+                raise
             self._failed = True
             self.forget()
             return False

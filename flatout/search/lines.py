@@ -73,6 +73,8 @@ def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
 def nothing_found(state: Record[C], budget_seconds: float, option: BudgetOption) -> str:
     """The result of a search that kept nothing; what was not tried may still help."""
     late = state.late
+    if not late and any(one.comparison is not None and one.comparison.verdict == "faster" for one in state.trials):
+        return "nothing is kept: what was faster did not hold, or does not pay off"
     if not late:
         return "nothing helps here"
     until = f"in the budget of {format_seconds(budget_seconds)}"

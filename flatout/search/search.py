@@ -174,7 +174,7 @@ class Search(ABC, Generic[C]):
                 self._propose(name, most=1)
             names = self._bundled(list(self.names()))
             self._propose_all([name for name in names if name not in leading], most=1)
-            self._propose_all([name for name in names if self._open(name)])
+            self._propose_all([name for name in self.names() if self._open(name)])
             self._second_look()
             for pair in self._pairs():
                 self._try(*pair)
@@ -194,13 +194,15 @@ class Search(ABC, Generic[C]):
         return bool(self.state.kept)
 
     def _bundled(self, names: list[str]) -> list[str]:
-        """Try the bundle; returns the names left to be tried alone. Most of the gain comes early that way, and a budget
-        that runs out still gives a plan; members that add nothing are dropped at once, or in the end where that would
-        cost a lever that is expected to save much."""
+        """Try the bundle; returns the names whose best value is left to be tried alone. Most of the gain comes early
+        that way, and a budget that runs out still gives a plan; members that add nothing are dropped at once, or in the
+        end where that would cost a lever that is expected to save much."""
         bundle = self.bundle()
         members = [name for name in names if any(one in bundle for one in self.proposal(name).candidates)]
         if len(bundle) < 2 or not self._try(*bundle):
             return names
+        for name in members:
+            self._begun.setdefault(name, set()).update(one.label for one in bundle)
         if self.leaves_time_after(len(bundle)):
             self._drop_redundant()
         return [name for name in names if name not in members]
@@ -220,7 +222,7 @@ class Search(ABC, Generic[C]):
     def _propose(self, name: str, most: int | None = None) -> None:
         found, begun = self.proposal(name), self._begun.setdefault(name, set())
         if not found.candidates and not begun:
-            self._skip(found.label, found.reason)
+            self.state.not_tried.append(NotTried(label=found.label, reason=found.reason))
         for candidate in self._open(name)[:most]:
             begun.add(candidate.label)
             self._try(candidate)
@@ -379,16 +381,14 @@ class Search(ABC, Generic[C]):
 
     # the record
 
-    def judged(
-        self, comparison: Comparison, seconds: tuple[float, float], startup_seconds: float, least_gain: float
-    ) -> Measured:
+    def judged(self, comparison: Comparison, seconds: tuple[float, float], startup_seconds: float) -> Measured:
         """The verdict, and whether the start-up cost is recovered. seconds: (without the change, with it)."""
         payoff = payoff_steps(startup_seconds, *seconds)
         cost = describe(startup_seconds, payoff, self.total, self.counted)
         faster, paying = comparison.verdict == "faster", pays(payoff, self.total)
         return Measured(
             outcome="kept" if faster and paying else "dropped",
-            reason=(cost or "faster") if faster else _why_not_faster(comparison, least_gain, self.pairs_of),
+            reason=(cost or "faster") if faster else _why_not_faster(comparison, self.pairs_of),
             baseline_seconds=seconds[0],
             candidate_seconds=seconds[1],
             comparison=comparison,
@@ -396,15 +396,12 @@ class Search(ABC, Generic[C]):
             payoff=payoff,
         )
 
-    def _skip(self, label: str, reason: str, *, for_lack_of_time: bool = False) -> None:
-        self.state.not_tried.append(NotTried(label=label, reason=reason, for_lack_of_time=for_lack_of_time))
-
     def _skip_for_time(self, tried: Sequence[C], label: str, reason: str) -> None:
         """Not where it was measured before, nor where its parts are still to be tried by themselves."""
         measured = {trial.label for trial in self.state.trials}
         parts = {one.label for one in tried} if len(tried) > 1 else set()
         if label not in measured and parts <= measured:
-            self._skip(label, reason, for_lack_of_time=True)
+            self.state.not_tried.append(NotTried(label=label, reason=reason, for_lack_of_time=True))
 
     def _remaining(self) -> float:
         return self._deadline.seconds_left
@@ -472,11 +469,9 @@ def _ratio(trial: Trial) -> float:
     return trial.comparison.ratio if trial.comparison else 0.0
 
 
-def _why_not_faster(found: Comparison, least_gain: float, pairs_of: str) -> str:
+def _why_not_faster(found: Comparison, pairs_of: str) -> str:
     if found.verdict == "slower":
         return "slower"
-    if found.verdict == "faster":
-        return f"the gain is below {least_gain:.0%}"
     if found.ratio < 1:
         return f"not significant: not faster in {found.pairs} pairs of {pairs_of}"
     return f"not significant: {found.reason}"

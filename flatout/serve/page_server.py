@@ -60,7 +60,7 @@ class RunPages:
         return f"http://{HOST}:{port}/{self.token}/"
 
     def page(self, nonce: str) -> bytes:
-        return page_html(self._seen.state.script, nonce).encode()
+        return page_html(self._seen.state.script, nonce).encode("utf-8", "replace")  # of a name that is no UTF-8
 
     def run(self) -> SeenRun:
         """As its state file says now; where that is gone, as it said last."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import stat
 import time
 from pathlib import Path
@@ -22,11 +23,13 @@ from flatout.diagnose.seen_run import SeenRun, condition_of
 from flatout.errors import UsageError, describe_error
 from flatout.report.document import document, read_document
 from flatout.script.record_file import read_records
-from flatout.script.run_folders import STATE, make_folder, make_private, remove_old, run_folders
+from flatout.script.run_folders import STATE, make_folder, make_private, remove_old, run_folders, unusable_because
 from flatout.whole_files import PRIVATE, written_whole
 
 KIND = "run-state"
 LARGEST_BYTES = 4 << 20
+MOST = 1e10
+"""Seconds: no run takes three centuries."""
 RETRY_SECONDS = 10.0
 """After a write that failed."""
 
@@ -77,6 +80,8 @@ def read_run(folder: Path) -> SeenRun:
         state = RunState.from_json({key: value for key, value in doc.items() if key != "flatout"})
     except TypeError as error:
         raise UsageError(f"{path} is not the state of a run: {error}") from error
+    if not all(abs(one) <= MOST for one in (state.run_seconds, state.step_seconds or 0.0, *state.step_curve)):
+        raise UsageError(f"{path} is not the state of a run: it took more than {MOST:g} s")
     return SeenRun(folder=str(folder), state=state, condition=condition_of(state))
 
 
@@ -96,11 +101,21 @@ def all_runs(parent: Path | None = None) -> list[SeenRun]:
     return sorted(found, key=lambda one: one.state.started_at, reverse=True)
 
 
+def runs_unknown_because() -> str | None:
+    """Why no run can be listed; None: all can."""
+    why = unusable_because(environment.runs_dir())
+    return None if why is None else f"{why}; runs keep no state there: name another folder in FLATOUT_RUNS_DIR"
+
+
 def find_run(name: str) -> SeenRun:
     """By its folder or its process number. Raises UsageError where there is none."""
-    if not name.isdecimal() or Path(name).is_dir():
+    if not name.isdecimal() or os.path.isdir(name):
         return read_run(Path(name))
-    same = [one for one in all_runs() if one.state.pid == int(name)]
+    same = [one for one in all_runs() if str(one.state.pid) == name.lstrip("0")]
     if not same:
-        raise UsageError(f"process {name} is no `flatout run` of yours", remedy="list them with: flatout watch")
+        raise UsageError(
+            f"process {name} is no `flatout run` of yours",
+            limit=runs_unknown_because() or "",
+            remedy="list them with: flatout watch",
+        )
     return same[0]

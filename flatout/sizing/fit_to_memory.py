@@ -37,7 +37,7 @@ from flatout.sizing.measures import (
     strongest,
 )
 from flatout.sizing.target import find_target, transfer_time
-from flatout.sizing.training import Training, check_batch_size, tell_terminal
+from flatout.sizing.training import Training, check_batch_size, for_a_try, tell_terminal
 from flatout.train.split import batch_coupled_layers
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes, format_seconds
@@ -298,8 +298,7 @@ class _Problem:
         if isinstance(parts, int):
             size = max(size, parts)
         tried = self._with(choices)
-        if tried.plan.compile is not None:
-            tried = tried.under(tried.plan.without("compile"))
+        tried = tried.under(for_a_try(tried.plan))
         batch = repeat_batch(tried.batch, size)
         seconds: list[float] = []
         with tried.on_same_memory() as own:

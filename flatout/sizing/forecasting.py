@@ -219,12 +219,12 @@ def _of_ranks(plan: Plan) -> float:
 
 def count_operations(training: Training) -> float:
     """Floating point operations of one step, recomputation included, counted in a fake run."""
-    from flatout.memory.fake_run import FakeRun
+    from flatout.memory.fake_run import FakeRun, RealTensorsKept
     from flatout.train.flops import count_step
 
     world = FakeRun()
     fake = on_fake_copies(world, training)
-    with generators_kept(), world:
+    with generators_kept(), world, RealTensorsKept():
         step = fake.make_step()
         finish = count_step()
         try:
@@ -322,9 +322,9 @@ def _call_as_compiled(model: nn.Module, mode: str | None, world: FakeRun) -> Non
 def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_compiled: bool) -> _FakeSteps:
     from flatout.memory.fake_run import (
         FakeRun,
+        RealTensorsKept,
         ValuesForOptimizers,
         operations_as_on_cuda,
-        real_gradients_guarded,
         torch_keeps_quiet,
     )
     from flatout.memory.tracking import Tracker
@@ -339,14 +339,14 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
         pretend.enter_context(offloading_to(host))
     if target.cuda and _pretends(training, target):
         pretend.enter_context(operations_as_on_cuda())
-    guarded = real_gradients_guarded(list(training.model.parameters()))
+    real = RealTensorsKept()
     tracker = Tracker(workspace_of=_workspace_of(target))
     with (
         torch_keeps_quiet(),
         pretended_ranks(training.ranks),
-        guarded as touched,
         generators_kept(),
         world,
+        real,
         pretend,
         ValuesForOptimizers(),
         contextlib.ExitStack() as closing,
@@ -355,7 +355,8 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
         if as_compiled:
             _call_as_compiled(fake.model, training.plan.compile, world)
         step = follow_steps(tracker, fake, closing)
-    if touched:
+    own = {id(one) for one in training.model.parameters()}
+    if any(id(one) in own for one in real.gradients):
         raise UsageError(
             "the loss function uses a model of its own",
             limit="a forecast calls it with a copy on fake tensors",

@@ -1,7 +1,8 @@
 """`largest_batch`: the most samples that fit in one step, found by forecast and proved by real steps.
 
 A forecast takes no memory, so any size can be forecast; a size is returned only after real steps of it, training and
-evaluation, stayed under the limit. Weights, optimizer, random states and statistics are restored bit for bit.
+evaluation (of a loss that can be evaluated without gradients), stayed under the limit. Weights, optimizer, random
+states and statistics are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 
 from flatout.arguments import as_bytes, as_whole_number
 from flatout.data.nested import batch_length, repeat_batch, slice_batch, tensors_in
-from flatout.errors import MachineError, UsageError
+from flatout.errors import FlatoutError, MachineError, UsageError, describe_error
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
+from flatout.memory.tracking import plain_tensors
 from flatout.notebook_tables import ShownAsText
 from flatout.plan import Plan
 from flatout.sizing.forecasting import forecast_training
 from flatout.sizing.target import available_bytes, find_target
-from flatout.sizing.training import Training, tell_terminal
+from flatout.sizing.training import Training, for_a_try, tell_terminal
 from flatout.train.split import batch_coupled_layers
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes
@@ -81,7 +83,8 @@ def largest_batch(
     whole of it and accumulate over two parts; later ones hold what the second does. progress: called with a line before
     each forecast and try; None: lines on a terminal's standard error.
 
-    `step` stays as it is, bit for bit: its model, optimizer, counters, levers and the random generators.
+    `step` stays as it is, bit for bit: its model, optimizer, counters, levers and the random generators. A further
+    model that its loss function holds (a discriminator) takes part in real tries, with its gradients and statistics.
 
     Raises MachineError where not even the smallest size fits, UsageError for what is no TrainStep, or a batch without
     tensors.
@@ -121,6 +124,8 @@ class _Search:
         self.target = find_target(None, training.model)
         self.tries: list[Try] = []
         self.forecasts: dict[int, int] = {}
+        self.too_few = ""
+        """Why a step of a single sample fails; '' where it does not, or was not tried."""
 
     def run(self, cap: int) -> Try:
         """Start where the forecast says; move by what the tries measure, until n fits and n + 1 does not."""
@@ -148,22 +153,36 @@ class _Search:
             tried = self._try(too_large)
             if tried.fitted:
                 return tried
+        least = f"a batch of {2 if self.too_few else self.unit} takes more than {format_bytes(self.limit)}"
         raise MachineError(
-            f"a batch of {self.unit} takes more than {format_bytes(self.limit)}",
+            least + (f", and one of a single sample fails: {self.too_few}" if self.too_few else ""),
             limit=f"that is all there is for tensors on {self.target.name}",
             remedy="flatout.fit_to_memory(...) finds a plan that needs less",
         )
 
     # forecast
 
-    def _forecast(self, size: int) -> int:
+    def _forecast(self, size: int) -> float:
+        """Infinite for a single sample where layers mix samples and cannot do without others."""
         samples = size * self.unit
         if samples not in self.forecasts:
             self.tell(f"forecasting batch {samples}")
             run = self._samples_run(samples)
-            made = forecast_training(self._in_parts(samples), self.target, run)
+            try:
+                made = forecast_training(self._in_parts(samples), self.target, run)
+            except Exception as error:
+                if not self._is_too_few(run, error):
+                    raise
+                return math.inf
             self.forecasts[samples] = made.peak_bytes + self._waiting_bytes(run)
         return self.forecasts[samples]
+
+    def _is_too_few(self, samples: int, error: Exception) -> bool:
+        """Is that batch norm, which has no statistics of one sample?"""
+        if samples > 1 or isinstance(error, FlatoutError) or not batch_coupled_layers(self.training.model):
+            return False
+        self.too_few = describe_error(error)
+        return True
 
     def _by_forecast(self, cap: int) -> int:
         """The largest size whose forecast is under the limit: a straight line first, then halving what is left."""
@@ -217,16 +236,16 @@ class _Search:
         self.tell(f"trying batch {samples}: {STEPS_A_TRY} steps and an evaluation")
         run = LimitedRun(self.target.name, self.limit)
         tried = self._in_parts(samples)
-        with tried.under(_for_a_try(tried.plan)).on_same_memory() as own:
+        with tried.under(for_a_try(tried.plan)).on_same_memory() as own:
             try:
                 with run:
                     run.hold(own.held())
                     batch = repeat_batch(own.batch, self.global_batch or samples)
                     run.hold(one for _, one in tensors_in(batch))
-                    _take_steps(own, batch, self._samples_run(samples), samples)
+                    _take_steps(own, batch, self._samples_run(samples), samples, self.tell)
                 fitted = True
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not (is_out_of_memory(error) or self._is_too_few(samples, error)):
                     raise
                 fitted = False
         self.tries.append(Try(batch_size=samples, peak_bytes=run.peak_bytes, fitted=fitted))
@@ -247,20 +266,13 @@ class _Search:
         if len(ended) >= 2 and ended[-1][0] != ended[-2][0]:
             (a, bytes_a), (b, bytes_b) = ended[-2:]
             return max(1.0, (bytes_b - bytes_a) / (b - a))
-        fixed: int = sum(one.untyped_storage().nbytes() for one in self.training.held())
+        held = (inner for one in self.training.held() for inner in plain_tensors(one))
+        fixed: int = sum(one.untyped_storage().nbytes() for one in held)
         return max(1.0, (tried.peak_bytes - fixed) / size)
 
 
-def _for_a_try(plan: Plan) -> Plan:
-    """Uncompiled, and whole: a size that does not fit must not pass for one that does."""
-    plan = plan.without(*(() if plan.compile is None else ("compile",)))
-    if plan.out_of_memory == "raise":
-        return plan
-    return plan.with_choice("out_of_memory", "raise", "a try must not split")
-
-
-def _take_steps(own: Training, batch: object, trained: int, evaluated: int) -> None:
-    """On the first samples of the batch."""
+def _take_steps(own: Training, batch: object, trained: int, evaluated: int, tell: Callable[[str], None]) -> None:
+    """On the first samples of the batch. A loss that needs gradients itself, as of a penalty, is not evaluated."""
     import torch
 
     step = own.make_step()
@@ -268,8 +280,13 @@ def _take_steps(own: Training, batch: object, trained: int, evaluated: int) -> N
         for _ in range(STEPS_A_TRY):
             step(_first(batch, trained))
         own.model.eval()
-        with torch.no_grad():
-            own.loss_fn(own.model, _first(batch, evaluated))
+        try:
+            with torch.no_grad():
+                own.loss_fn(own.model, _first(batch, evaluated))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            tell(f"its loss cannot be evaluated without gradients, so only training was tried: {describe_error(error)}")
     finally:
         step.close()
 

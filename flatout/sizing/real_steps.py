@@ -22,9 +22,12 @@ from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker
 from flatout.memory.workspace import WorkspaceOf
-from flatout.sizing.training import Training, carried_out, follow_steps, never_captured
+from flatout.parameters import copy_own_attributes
+from flatout.sizing.training import Training, cannot_be_copied, carried_out, follow_steps, never_captured
 from flatout.torch_private.tensors import clear_cublas_workspaces
 from flatout.train.placement import join_recurrent_weights
+from flatout.train.split import batch_coupled_layers
+from flatout.units import counted
 
 UNCERTAINTY_EXTENDED = 0.15
 UNCERTAINTY_OTHER_BRANCH = 0.3
@@ -79,15 +82,17 @@ def forecast_from_real_steps(
 
 def _sizes(training: Training, batch_size: int, error: Exception) -> list[int]:
     """The smallest and its multiples, as far as the example batch has samples."""
-    if training.samples < 2:
+    least = 2 if batch_coupled_layers(training.model) else 1  # batch norm has no statistics of one sample
+    if training.samples < 2 * least:
         raise UsageError(
             f"a fake run is impossible: {describe_error(error)}",
-            limit="real steps of 1 and 2 samples would be measured, and the example batch has 1 sample",
-            remedy="give an example batch of at least 2 samples, better of as many as you train with",
+            limit=f"real steps of {least} and {2 * least} samples would be measured, and the example batch has "
+            f"{counted(training.samples, 'sample')}",
+            remedy=f"give an example batch of at least {2 * least} samples, better of as many as you train with",
         ) from error
-    count = min(SIZES, training.samples)
-    least = training.plan.micro_batches or 1  # fewer samples would be split into fewer parts
-    small = max(1, min(training.samples // count, max(least, batch_size // SMALLEST_SHARE)))
+    parts = training.plan.micro_batches or 1  # fewer samples would be split into fewer parts
+    count = min(SIZES, training.samples // least)
+    small = max(least, min(training.samples // count, max(parts, batch_size // SMALLEST_SHARE)))
     return [small * number for number in range(1, count + 1)]
 
 
@@ -103,9 +108,12 @@ class RealSteps:
 
 def _real_steps(training: Training, size: int, workspace_of: WorkspaceOf | None) -> RealSteps:
     counter = _AllocatorPeak(next(training.model.parameters()).device) if training.device_type == "cuda" else None
-    model, optimizer, loss_fn = copy.deepcopy(
-        (training.model, training.optimizer, training.loss_fn), copied_codes(training.optimizer)
-    )
+    memo: dict[int, object] = {**copied_codes(training.optimizer)}
+    try:
+        model, optimizer, loss_fn = copy.deepcopy((training.model, training.optimizer, training.loss_fn), memo)
+        copy_own_attributes(training.optimizer, optimizer, memo)
+    except Exception as error:
+        raise cannot_be_copied(error) from error
     join_recurrent_weights(model)
     never_captured(optimizer)
     batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds the whole

@@ -22,6 +22,7 @@ from flatout.generators import generators_kept, seed_generators
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
+from flatout.memory.tracking import plain_tensors
 from flatout.plan import Plan
 from flatout.replaced import settings_changed
 from flatout.script.device_calls import device_of
@@ -204,7 +205,8 @@ class _Copies:
     def _held_bytes(self) -> int:
         """On CUDA, by the copies."""
         held = (*self._training.held(), *(one for _, one in tensors_in(self._training.batch)))
-        return sum(one.untyped_storage().nbytes() for one in held if one.is_cuda)
+        plain = (inner for one in held for inner in plain_tensors(one))
+        return sum(one.untyped_storage().nbytes() for one in plain if one.is_cuda)
 
     def _take(self, batch_size: int, run: LimitedRun | None = None) -> None:
         batch, step = self._batch(batch_size), self._open_step()

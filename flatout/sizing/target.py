@@ -90,8 +90,10 @@ def available_bytes(model: nn.Module) -> int:
     """What a training of `model` may hold on its device now, the model itself included."""
     import torch
 
+    from flatout.memory.tracking import plain_tensors
+
     device = find_target(None, model).name
-    held = (*model.parameters(), *model.buffers())
+    held = (inner for one in (*model.parameters(), *model.buffers()) for inner in plain_tensors(one))
     if device == "cpu":
         held_bytes = sum(one.untyped_storage().nbytes() for one in held)
         return int(SHARE_OF_HOST_MEMORY * available_memory_bytes()) + held_bytes

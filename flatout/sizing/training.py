@@ -18,7 +18,7 @@ from flatout.arguments import as_instance, as_whole_number
 from flatout.data.nested import batch_length, tensors_in
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
-from flatout.parameters import parameters_of
+from flatout.parameters import copy_own_attributes, parameters_of
 from flatout.plan import Plan
 from flatout.plan_choices import declared
 from flatout.terminal import is_terminal
@@ -91,9 +91,21 @@ class Training:
         """Where the model is: 'cpu' or 'cuda'."""
         return next((one.device.type for one in self.model.parameters()), "cpu")
 
+    def weights(self) -> Iterator[Tensor]:
+        """Parameters and buffers of the model, then what else the optimizer trains: a loss may have weights too."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        own = {id(one) for one in self.model.parameters()}
+        yield from (one for one in parameters_of(self.optimizer) if id(one) not in own)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """What gets a gradient in a step."""
+        seen = {id(one): one for one in (*self.model.parameters(), *parameters_of(self.optimizer))}
+        return iter(seen.values())
+
     def held(self) -> Iterator[Tensor]:
         """Tensors that exist before a step. The user's other tensors are not this training's."""
-        yield from _weights(self.model)
+        yield from self.weights()
         yield from _state_tensors(self.optimizer)
 
     @contextlib.contextmanager
@@ -107,14 +119,14 @@ class Training:
 
         from flatout.memory.tracking import plain_tensors
 
-        kept = [inner for one in self.held() for inner in plain_tensors(one)]
+        kept = [_distinct(inner) for one in self.held() for inner in plain_tensors(one)]
         copies = [one.detach().to("cpu", copy=True) for one in kept]
         try:
             with generators_kept():
                 yield self.on_copies(*_over_same_memory(self), self.batch, self.samples)
         finally:
-            with torch.no_grad():
-                for one, before in zip(kept, copies, strict=True):
+            for one, before in zip(kept, copies, strict=True):
+                with torch.inference_mode() if one.is_inference() else torch.no_grad():
                     one.copy_(before)
 
 
@@ -132,6 +144,14 @@ def carried_out(plan: Plan, ranks: int = 1) -> Plan:
     return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
 
 
+def for_a_try(plan: Plan) -> Plan:
+    """Uncompiled, and whole: a size that does not fit must not pass for one that does."""
+    plan = plan.without(*(() if plan.compile is None else ("compile",)))
+    if plan.out_of_memory == "raise":
+        return plan
+    return plan.with_choice("out_of_memory", "raise", "a try must not split")
+
+
 def never_captured(optimizer: Optimizer) -> None:
     """Mark a copied optimizer as checked: a copy loses that, and torch asks Adafactor for a setting that it lacks."""
     setattr(optimizer, CAPTURE_WAS_WARNED_OF, True)
@@ -143,17 +163,17 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
     `closing` closes the step after tracking has ended, because what closing allocates is no part of a step.
     """
     model, batch = training.model, training.batch
-    tracker.model = model
+    tracker.model = training
     if not model.training:
         model.train()
-    for parameter in model.parameters():
+    for parameter in training.parameters():
         parameter.grad = None
-    tracker.hold(_weights(model), "weights")
+    tracker.hold(training.weights(), "weights")
     tracker.hold((one for _, one in tensors_in(batch)), "inputs")
     tracker.hold(_state_tensors(training.optimizer), "optimizer")
     step = training.make_step()
     closing.callback(step.close)
-    tracker.hold(_weights(model), "weights")  # a lever may have changed their layout
+    tracker.hold(training.weights(), "weights")  # a lever may have changed their layout
     for number in range(STEPS_FOLLOWED if training.ranks == 1 else STEPS_OF_RANKS):
         tracker.step = number
         step(batch)
@@ -183,6 +203,7 @@ def _over_same_memory(training: Training) -> tuple[nn.Module, Optimizer, LossFn]
             memo[id(one)] = one.detach().requires_grad_(one.requires_grad)
     try:
         found = copy.deepcopy((model, optimizer, loss_fn), memo)
+        copy_own_attributes(optimizer, found[1], memo)
     except Exception as error:
         raise cannot_be_copied(error) from error
     never_captured(found[1])
@@ -197,9 +218,12 @@ def cannot_be_copied(error: Exception) -> UsageError:
     )
 
 
-def _weights(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _distinct(tensor: Tensor) -> Tensor:
+    """A view of each place once: what is expanded cannot be written otherwise."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:

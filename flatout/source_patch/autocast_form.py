@@ -63,7 +63,7 @@ INNOCENT = frozenset(("len", "int", "float", "range"))
 def precision(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:
     """`with torch.autocast(...)` around each statement that calls the model to train."""
     if value != "bf16":
-        raise NoSourceForm("fp16 needs a scaled loss, in the script's own update" if value == "fp16" else "it is fp32")
+        raise NoSourceForm("fp16 needs a scaled loss, in the script's own update")
     if not tuned.device:
         raise NoSourceForm("the plan does not say on which device it was tuned, which torch.autocast has to be told")
     if tuned.device == "cpu" and sources.mentions("LSTM"):

@@ -34,7 +34,12 @@ def memory_format(sources: Sources, choice: str, value: ChoiceValue, tuned: Tune
             sources.edits.add_keyword(one.file, moved, choice, memory_format=f"{torch}.channels_last")
         else:
             sources.edits.add(Replacement(file=one.file, node=one.node, choice=choice, change=_to_channels_last(torch)))
-    return ("weights, their gradients and the optimizer's state are NHWC too, in evaluation and in checkpoints",)
+    notes: Notes = (
+        "weights, their gradients and the optimizer's state are NHWC too, in evaluation and in checkpoints",
+    )
+    if sources.mentions("Dropout(", "dropout(", "rand_like(", "randn_like(", "normal_(", "uniform_("):
+        notes += ("dropout and noise of images are drawn in NHWC's order: other random numbers than under flatout run",)
+    return notes
 
 
 def _chain(node: cst.BaseExpression) -> list[cst.Call]:

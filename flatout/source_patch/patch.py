@@ -38,6 +38,8 @@ def source_patch(
     changes: list[SourceChange] = []
     left: list[LeftToRun] = []
     for choice, value in plan.choices().items():
+        if not any(one.takes(value) for one in LEVERS if one.plan_field == choice) and choice in FORMS:
+            continue  # False, or precision = "fp32": flatout run does nothing for it either
         gain, before = tuned.gain(choice, value), len(edits.made)
         try:
             if choice not in FORMS:

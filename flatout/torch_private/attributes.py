@@ -12,6 +12,9 @@ COMPILED_CALL = "_compiled_call_impl"
 """nn.Module: what its `__call__` calls first; None by default. It is the only way to replace the call of one instance
 without changing its type, its state dict, or what a deep copy of it calls."""
 
+COMPILED_FROM = "_torchdynamo_orig_callable"
+"""function that torch.compile returned: what it compiles; absent from all others. Seen in torch 2.13."""
+
 plain_call = attrgetter("_call_impl")
 """nn.Module: its call with hooks, bypassing `COMPILED_CALL`. The public `forward` runs no hooks."""
 
@@ -41,6 +44,9 @@ LOADER_ITERATOR = "_iterator"
 
 view_base = attrgetter("_base")
 """Tensor: the one that it is a view of; None by default."""
+
+LOSS_REDUCTION = "_saved_reduction"
+"""Node of autograd that computes a loss: 1 where it is a mean, 2 a sum, 0 neither; absent from other nodes."""
 
 PICKLED = "_reduce_ex_internal"
 """Tensor: how pickle and `torch.save` serialize one. A mode is not active there."""

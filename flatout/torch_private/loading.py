@@ -28,6 +28,8 @@ default_collations: dict[Any, Callable[..., Any]] = private(  # Any: of any type
 RESET, WORKERS_SEED = "_reset", "_base_seed"
 """Of an iterator: the method that begins it anew, which iterators with workers call when they start too; what its
 workers' seeds are made from. A method and a value that `__init__` sets."""
+GET_ITERATOR = "_get_iterator"
+"""Of a loader: the method that makes its iterator, which some subclasses override to change the batches."""
 NEXT_INDEX, ORDER, YIELDED = "_next_index", "_sampler_iter", "_num_yielded"
 """Of an iterator: the method that returns the next batch's indices, their iterator, the number of batches so far."""
 

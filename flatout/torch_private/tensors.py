@@ -30,6 +30,18 @@ sparse_indices: Callable[[Tensor], Tensor] = private("torch.Tensor._indices")
 sparse_values: Callable[[Tensor], Tensor] = private("torch.Tensor._values")
 """The components of a sparse tensor; the public `indices` and `values` fail unless it is coalesced."""
 
+
+def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a tensor holds in memory: of a sparse one its indices, and at the end its values; of others itself."""
+    if tensor.layout is torch.sparse_coo:
+        return sparse_indices(tensor), sparse_values(tensor)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 grad_slot: Any = private("torch._C.TensorBase.grad")  # Any: a descriptor in C, for which there is no type
 """A `__torch_function__` gets `grad_slot.__get__` where `.grad` is read; no public equivalent."""
 

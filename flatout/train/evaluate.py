@@ -155,7 +155,14 @@ class _Totals:
             for name, (total, count) in self._sums.items()
         }
         for one in self._gathered.values():
-            means |= one.figures()
+            found = one.figures()
+            if double := sorted(found.keys() & means.keys()):
+                raise UsageError(
+                    f"two figures are named {double[0]!r}",
+                    limit=f"one is of {one.name!r}, computed over all items",
+                    remedy="give one of them another name",
+                )
+            means |= found
         return means
 
 
@@ -183,7 +190,10 @@ def _sum_and_count(name: str, value: object, batch: object) -> tuple[Number, Num
             return torch.where(count == 0, torch.zeros_like(count), total), count
         return (total if count else 0.0), count
     try:
-        values = torch.as_tensor(value).detach().double()
+        values = torch.as_tensor(value).detach()
+        if values.is_complex():
+            raise TypeError("complex numbers have no mean that could be compared")
+        values = values.double()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"metrics returned {described(value)} as the figure {name!r}",

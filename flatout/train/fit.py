@@ -23,17 +23,18 @@ from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches, batches_of
 from flatout.data.stream import Stream
 from flatout.errors import UsageError
-from flatout.train.fit_run import Evaluation, Run, Source, needs_metric
+from flatout.parallel.whole_tensors import is_distributed
+from flatout.train.fit_run import Evaluation, Run, Source
 from flatout.train.interruption import Stop, stop_on_signals
-from flatout.train.loggers import Logger, check_loggers
+from flatout.train.loggers import Logger, RunLoggers, check_loggers
 from flatout.train.patience import Patience, Waiting, as_patience, direction
 from flatout.train.progress import Progress
 from flatout.train.ranks import SharedStop, gathered, is_first
-from flatout.train.step import TrainStep, check_scheduler_of
+from flatout.train.schedulers import check_scheduler_of, needs_metric
+from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
     from torch.optim.lr_scheduler import LRScheduler
     from torch.optim.swa_utils import AveragedModel
 
@@ -105,13 +106,14 @@ def fit(
     `epoch_scheduler` is stepped (ReduceLROnPlateau with the metric), `patience` counts epochs without a better metric,
     the figures are logged, then `after_epoch(step, epoch, figures)` is called, where epoch is the number of complete
     epochs, and `stop_when(figures)`, which ends the training by returning True. Everything is saved. An exception in
-    one of these three functions ends the training after everything was saved; they are not called again for that step
-    or epoch. If `steps` ends the training within an epoch, it is evaluated, logged and saved, and the epoch stays
-    unfinished.
+    one of these three functions or in a logger ends the training after everything was saved; they are not called again
+    for that step or epoch. After one in the evaluation, a resumed run evaluates that epoch again. If `steps` ends the
+    training within an epoch, it is evaluated, logged and saved, and the epoch stays unfinished.
 
     `loggers` have log(figures, step), as CSVLog, TensorBoardLog and a wandb run do: for each step batch_loss,
     batch_NAME and lr, read from the device every 32 steps, at the end of an epoch and before a save; for each epoch its
-    figures and its number.
+    figures and its number. So an evaluation may not return figures that are called epoch, step, or like one of the
+    training's own.
 
     With `checkpoints` (or a folder) the run resumes from the newest intact checkpoint: the step with all that it
     trains, the position in the data, random states, average, schedule, patience, logs (see `flatout.train.loggers`) and
@@ -125,7 +127,8 @@ def fit(
 
     Raises NumericsError, instead of saving them, if weights are inf or NaN; they are checked after each epoch and
     before each save. Raises UsageError for an argument of the wrong kind, an exhausted stream, and a metric that is not
-    among the figures. Exceptions of the step, the evaluation and the functions pass through.
+    among the figures. Exceptions of the step, the evaluation, the functions and the loggers
+    pass through.
     """
     _check_functions(evaluation, after_step, after_epoch, stop_when)
     _check_length(epochs, steps, save_every_steps)
@@ -136,6 +139,8 @@ def fit(
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.together, step.device), run.source
     _check_source(step, source, epochs, steps)
     _ask_again(run, stop_when)
+    if _ended(run, epochs, steps) is None:
+        run.check_saving()
     with (
         run.logging(),
         stop_on_signals(breaks_off=stopping.alone) as stop,
@@ -173,6 +178,7 @@ def _end_epoch(
     if whole and stop_when is not None:
         run.stopped = _any_rank(run.call(stop_when, dict(figures)), run.step)
     run.save_epoch(ranked=whole and evaluation is not None)
+    run.check_loggers()
 
 
 def _finish(run: Run) -> None:
@@ -219,6 +225,7 @@ def _train_epoch(
             run.call(after_step, step, loss)
         if stopping(stop.requested):
             run.leave(stop)
+        run.check_loggers(saved=False)
         if step.steps >= (steps or math.inf) and not (isinstance(source, Batches) and source.at_end):
             return False
         if save_every_steps is not None and step.steps % save_every_steps == 0:
@@ -262,9 +269,9 @@ def _run(
     source = batches_of(data, step.plan, step.device)
     as_instance(metric, "metric", str, limit="it is the name of a figure of the evaluation")
     if epoch_scheduler is not None:
-        check_scheduler_of(step.optimizer, epoch_scheduler, "epoch_scheduler")
+        _check_epoch_scheduler(step, epoch_scheduler)
     if ema is not None:
-        _check_ema(ema, step.model)
+        _check_ema(ema, step)
     folder = (
         None if checkpoints is None or isinstance(checkpoints, Checkpoints) else as_path(checkpoints, "checkpoints")
     )
@@ -287,7 +294,7 @@ def _run(
         ema=ema,
         epoch_scheduler=epoch_scheduler,
         waiting=None if patience is None else Waiting(patience, best),
-        loggers=check_loggers(loggers) if is_first(step.together) else (),
+        loggers=RunLoggers(check_loggers(loggers) if is_first(step.together) else ()),
     )
 
 
@@ -305,12 +312,29 @@ def _all_objects(objects: Mapping[str, object] | None, **parts: object) -> dict[
     return {**(objects or {}), **given}
 
 
-def _check_ema(ema: AveragedModel, model: Module) -> None:
+def _check_epoch_scheduler(step: TrainStep, scheduler: LRScheduler) -> None:
+    check_scheduler_of(step.optimizer, scheduler, "epoch_scheduler")
+    if scheduler is step.scheduler:
+        raise UsageError(
+            f"the step's scheduler, a {type(scheduler).__name__}, is the epoch_scheduler too",
+            limit="it would be stepped after each step, and once more after each epoch",
+            remedy="give it to one of the two",
+        )
+
+
+def _check_ema(ema: AveragedModel, step: TrainStep) -> None:
     from torch.optim.swa_utils import AveragedModel
 
     remedy = "AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True) of torch.optim.swa_utils"
     as_instance(ema, "ema", AveragedModel, limit="it is torch.optim.swa_utils.AveragedModel", remedy=remedy)
-    ours, theirs = ([one.shape for one in module.parameters()] for module in (ema.module, model))
+    in_parts = step.plan.parallel in ("fsdp", "pipeline") or any(map(is_distributed, step.model.parameters()))
+    if step.together is not None and in_parts:
+        raise UsageError(
+            f"ema is given, and parallel is {step.plan.parallel!r}",
+            limit="a rank has a part of the weights, and would average what is not there",
+            remedy="train without an average, or use parallel = 'ddp' or 'zero1'",
+        )
+    ours, theirs = ([one.shape for one in module.parameters()] for module in (ema.module, step.model))
     if ours != theirs:
         raise UsageError("ema averages another model", limit="it is made from the model that is trained", remedy=remedy)
 

@@ -6,28 +6,30 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TypeAlias, TypedDict, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TypeAlias, TypedDict, TypeVar, cast
 
 from flatout.arguments import described
 from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
+from flatout.checkpoint.rank_generators import rank_and_ranks
 from flatout.checkpoint.restoring import restore
 from flatout.checkpoint.saved import Loaded
+from flatout.checkpoint.structure import split
 from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches
 from flatout.data.stream import Stream
-from flatout.errors import NumericsError, UsageError
+from flatout.errors import NumericsError, UsageError, describe_error
 from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop
-from flatout.train.loggers import Logger, flush, restore_loggers, states_of
+from flatout.train.loggers import RunLoggers
 from flatout.train.patience import Best, Waiting, WaitingState
-from flatout.train.ranks import gathered, is_first, mean_figures
+from flatout.train.ranks import SameLengths, gathered, is_first, mean_figures
+from flatout.train.schedulers import before_any_step, learning_rate, needs_metric
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.optim.swa_utils import AveragedModel
 
 Evaluation: TypeAlias = Callable[[], Mapping[str, SupportsFloat]]
@@ -62,7 +64,7 @@ class Run:
     ema: AveragedModel | None
     epoch_scheduler: LRScheduler | None
     waiting: Waiting | None
-    loggers: tuple[Logger, ...]
+    loggers: RunLoggers
     evaluations: list[Mapping[str, float]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     """Of the last epoch."""
@@ -70,9 +72,11 @@ class Run:
     """The loss and the other figures of loss_fn, over the last epoch."""
     stopped: bool = False
     """Did `stop_when` end it?"""
+    _end_of_epoch: Callable[[], None] | None = field(default=None, init=False)
+    """Goes back to the place after the last batch of the epoch that has just ended; None within an epoch."""
 
     def __post_init__(self) -> None:
-        self.means = EpochMeans(self.log)
+        self.means = EpochMeans(self.loggers.log)
 
     # from one process to the next
 
@@ -81,7 +85,8 @@ class Run:
         loaded = self._loaded()
         if loaded is None:
             return None
-        extra = loaded.state.get("extra") or {}
+        extra = loaded.state.get("extra")
+        extra = extra if isinstance(extra, Mapping) else {}  # of a loop of the user's own it is anything
         state = loaded.state
         if "step" not in state:  # saved by the first version of `fit`
             state = {**state, "step": extra.get("step", {})}
@@ -90,7 +95,8 @@ class Run:
         except UsageError as error:  # its remedies are arguments of restore
             remedy = "build step, data and objects as they were when it was saved, or give another folder"
             raise UsageError(error.what, limit=error.limit, remedy=remedy) from error
-        self._load_state(extra.get("fit") or RunState())
+        own = extra.get("fit")
+        self._load_state(cast("RunState", own) if isinstance(own, Mapping) else RunState())
         return self.step.steps
 
     def _loaded(self) -> Loaded | None:
@@ -132,7 +138,7 @@ class Run:
         if self.waiting is not None and (waiting := state.get("waiting")) is not None:
             self.waiting.load_state_dict(waiting)
         self.figures, self.stopped = dict(state.get("figures", {})), state.get("stopped", False)
-        restore_loggers(self.loggers, state.get("loggers", {}))
+        self.loggers.load_state_dict(state.get("loggers", {}))
 
     def _state(self) -> RunState:
         means = self.means.state_dict(self.step.group)  # before the loggers: it logs what was not read yet
@@ -141,7 +147,7 @@ class Run:
             "waiting": None if self.waiting is None else self.waiting.state_dict(),
             "figures": self.figures,
             "stopped": self.stopped,
-            "loggers": states_of(self.loggers),
+            "loggers": self.loggers.state_dict(),
             "ranked_by": (self.metric, self.best) if self.metric in self.figures else None,
         }
 
@@ -155,6 +161,15 @@ class Run:
             return
         state = capture(self.step, self.source, extra={"fit": self._state()}, **self.objects)
         self.checkpoints.save(state, step=self.step.steps, metric=metric)
+
+    def check_saving(self) -> None:
+        """What would fail at the first save fails before the training."""
+        if self.checkpoints is None:
+            return
+        if is_first(self.step.together):
+            self.checkpoints.check_writable()
+        if rank_and_ranks()[1] == 1:  # with several, a capture takes all of them
+            split(capture(extra={"fit": self._state()}, **self.objects))
 
     def leave(self, stop: Stop, *, saved: bool = False) -> NoReturn:
         """Save, unless that has just been done, and end as the signal requires."""
@@ -176,22 +191,35 @@ class Run:
 
     def batches(self, stop: Stop) -> Iterator[object]:
         """The rest of the epoch. If asked to stop while it waits for data, it saves and ends."""
-        batches = iter(self.source)
+        batches, lengths = iter(self.source), self._same_lengths()
         while True:
-            place = self.source.epoch, self.source.position
+            go_back = self.source.here()
             try:
                 batch = stop.waiting(lambda: next(batches, _END))
             except BrokenOff:
-                self.source.epoch, self.source.position = place  # batches handed out since were not trained on
+                go_back()  # batches handed out since were not trained on
                 self.leave(stop)
+            except UsageError:  # of data without any batch
+                if lengths is not None:
+                    lengths.check(ended=True)
+                raise
+            if lengths is not None:
+                lengths.check(ended=batch is _END)
             if batch is _END:
+                self._end_of_epoch = go_back
                 return
             yield batch
+
+    def _same_lengths(self) -> SameLengths | None:
+        """None: this rank is alone, or the ranks share the batches of one source."""
+        if self.step.together is None or not isinstance(self.source, GivenBatches):
+            return None
+        return SameLengths(self.step.together, self.step.device)
 
     def take(self, batch: object) -> Tensor:
         """One step, and everything that follows each step."""
         step = self.step
-        beside = {"lr": _learning_rate(step.optimizer)} if self.loggers else {}
+        beside = learning_rate(step.optimizer) if self.loggers else {}
         # Before the step, whose loss may take something out of the batch; with several ranks only the step knows it.
         terms = None if step.group is not None else step.weight_of_loss(batch)
         loss = step(batch)
@@ -202,32 +230,45 @@ class Run:
         self.means.add(step.steps, loss, step.figures, terms, **beside)
         return loss
 
-    def log(self, figures: dict[str, float], step: int) -> None:
-        for logger in self.loggers:
-            logger.log(figures, step)
-
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
-        """However the run ends, flush the loggers."""
+        """However the run ends, flush the loggers. What one raised ends the run, if nothing else does."""
         try:
             yield
-        finally:
-            flush(self.loggers)
+        except BaseException as error:
+            self.loggers.flush()
+            for failure in self.loggers.failures.values():
+                if failure is not error:
+                    warnings.warn(f"a logger failed: {describe_error(failure)}", stacklevel=2)
+            raise
+        self.loggers.flush()
+        self.check_loggers()
+
+    def check_loggers(self, *, saved: bool = True) -> None:
+        """Raise what a logger has raised, after everything was saved."""
+        for failure in self.loggers.failures.values():
+            if not saved:
+                self._save_after_failure()
+            raise failure
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
         """Call one of the user's functions; an exception in it passes through after everything was saved."""
         try:
             return function(*arguments)
         except (Exception, SystemExit):
-            if self.step.together is not None:
-                warnings.warn("nothing was saved: the other ranks do not know of this rank's exception", stacklevel=2)
-            else:
-                self._save_at_last(self.figures.get(self.metric) if self.source.position == 0 else None)
+            self._save_after_failure()
             raise
+
+    def _save_after_failure(self) -> None:
+        if self.step.together is not None:
+            warnings.warn("nothing was saved: the other ranks do not know of this rank's exception", stacklevel=3)
+        else:
+            self._save_at_last(self.figures.get(self.metric) if self.source.position == 0 else None)
 
     # epochs
 
     def begin_epoch(self) -> None:
+        self._end_of_epoch = None
         if self.source.position == 0:
             self.means.begin()
         if self.step.together is not None and isinstance(self.source, GivenBatches):
@@ -250,44 +291,65 @@ class Run:
         figures |= self._evaluate(evaluation)
         self.figures = figures
         if whole and (self.waiting is not None or needs_metric(self.epoch_scheduler)) and self.metric not in figures:
-            self.save()
+            with self._before_end_of_epoch():
+                self.save()
             self._refuse_metric(figures)
         if whole:
             self._next_rates(figures)
             if self.waiting is not None:
                 self.waiting.note(figures[self.metric])
         if figures:
-            self.log({"epoch": self.source.epoch, **figures}, self.step.steps)
+            self.loggers.log({"epoch": self.source.epoch, **figures}, self.step.steps)
         return figures
 
     def _evaluate(self, evaluation: Evaluation | None) -> dict[str, float]:
         if evaluation is None:
             return {}
-        returned = evaluation()
-        if not isinstance(returned, Mapping):
-            if self.step.together is None:
-                self.save()
-            raise UsageError(
-                f"evaluation returned {described(returned)}",
-                limit="it returns a dict of figures",
-                remedy="for example lambda: flatout.evaluate(step, test)",
-            )
         try:
-            own = {name: _as_number(name, value) for name, value in returned.items()}
-        except UsageError:
-            if self.step.together is None:
-                self.save()
+            own = self._own_figures(evaluation())
+        except (Exception, SystemExit):
+            with self._before_end_of_epoch():
+                self._save_after_failure()
             raise
         figures = mean_figures(own, self.step.group)
         self.evaluations.append(figures)
         return figures
 
+    @contextlib.contextmanager
+    def _before_end_of_epoch(self) -> Iterator[None]:
+        """Within, the last batch of the epoch was handed out, and its end is still to come: a run that is resumed from
+        there evaluates the epoch again, and steps schedule and patience, which were not stepped."""
+        go_on = self.source.here()
+        if self._end_of_epoch is not None:
+            self._end_of_epoch()
+        try:
+            yield
+        finally:
+            go_on()
+
+    def _own_figures(self, returned: object) -> dict[str, float]:
+        """What an evaluation returned, as numbers. UsageError for anything else, and for names of fit's own figures."""
+        if not isinstance(returned, Mapping):
+            raise UsageError(
+                f"evaluation returned {described(returned)}",
+                limit="it returns a dict of figures",
+                remedy="for example lambda: flatout.evaluate(step, test)",
+            )
+        ours = {"epoch", "step", *(f"train_{name}" for name in self.train_figures)}
+        for name in returned:
+            if name in ours or not isinstance(name, str):
+                raise UsageError(
+                    f"evaluation returned a figure named {name!r}",
+                    limit="a name is a text, and none of fit's own: " + ", ".join(sorted(ours)),
+                    remedy="give it another name, such as 'test_loss'",
+                )
+        return {name: _as_number(name, value) for name, value in returned.items()}
+
     def _next_rates(self, figures: Mapping[str, float]) -> None:
         scheduler = self.epoch_scheduler
         if scheduler is None:
             return
-        with warnings.catch_warnings():  # resumed at the end of the first epoch, this process has taken no step yet
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        with before_any_step():
             if needs_metric(scheduler):
                 scheduler.step(figures[self.metric])
             else:
@@ -312,7 +374,7 @@ class Run:
 def _as_number(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(
             f"evaluation returned {described(value)} as the figure {name!r}",
             limit="a figure is a single number",
@@ -322,18 +384,3 @@ def _as_number(name: str, value: SupportsFloat) -> float:
 
 def _named_best(best: str) -> str:
     return "lowest" if best == "min" else "highest"
-
-
-def needs_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
-    """Is it stepped with a figure?"""
-    import torch
-
-    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
-def _learning_rate(optimizer: Optimizer) -> Tensor | float:
-    """Of the first parameter group."""
-    import torch
-
-    rate: Tensor | float = optimizer.param_groups[0]["lr"]
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate

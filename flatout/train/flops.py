@@ -1,8 +1,8 @@
 """Count the floating point operations of one training step, forward and backward, as torch dispatches them.
 
-torch's own counter covers products, convolutions and attention on GPUs; attention on the CPU, and recurrent layers,
-which oneDNN and cuDNN run as one operation, are added here. A multiply-add counts as 2. Counting slows its step down:
-trials count, and a run counts a single step.
+torch's own counter covers products, convolutions and attention on GPUs; attention on the CPU, recurrent layers, which
+oneDNN and cuDNN run as one operation, and products with sparse matrices are added here. A multiply-add counts as 2.
+Counting slows its step down: trials count, and a run counts a single step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.torch_private.attributes import packet_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch._ops import OpOverload, OpOverloadPacket
 
     Packet = OpOverloadPacket[..., object]
@@ -29,6 +30,8 @@ def count_step(formulas: Mapping[Packet, Callable[..., int]] | None = None) -> C
 
     own = {packet: _shaped(formula) for packet, formula in (formulas or {}).items()}
     counter = FlopCounterMode(display=False, custom_mapping={**_more_formulas(torch.ops.aten), **own})
+    counter.flop_registry |= _sparse_formulas(torch.ops.aten)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     counter.__enter__()
 
     def finish() -> float:
@@ -36,6 +39,19 @@ def count_step(formulas: Mapping[Packet, Callable[..., int]] | None = None) -> C
         return float(counter.get_total_flops())
 
     return finish
+
+
+class _NoModules:
+    """Torch's counter follows the modules of a step by hooks of autograd, which fail where the step takes the gradient
+    of a module's input with `torch.autograd.grad`, as a gradient penalty does. Only the sum is wanted here."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        """Nothing is followed."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was."""
 
 
 class OperationCount:
@@ -47,6 +63,7 @@ class OperationCount:
 
         self.flops = 0.0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas(torch.ops.aten)).flop_registry
+        self._formulas |= _sparse_formulas(torch.ops.aten)
 
     def add(
         self,
@@ -79,6 +96,9 @@ def _more_formulas(aten: object) -> dict[Packet, Callable[..., int]]:
         "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: _attention(q, k, v),
         # Five products instead of two: the scores are computed again, as torch counts it for GPUs.
         "_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, q, k, v, *__: _attention(q, k, v) * 5 // 2,
+        "addbmm": lambda _, a, b, **__: 2 * prod(a) * b[-1],
+        "_addmm_activation": lambda _, a, b, **__: 2 * prod(a) * b[-1],
+        "_int_mm": lambda a, b: 2 * prod(a) * b[-1],
         "_thnn_fused_lstm_cell": lambda *_, **__: 0,  # elementwise: its products are dispatched by themselves
         "convolution_backward": _convolution_backward,  # torch's own ignores groups
     }
@@ -94,6 +114,48 @@ def _shaped(formula: Callable[..., int]) -> Callable[..., int]:
         return formula(*args)
 
     return count
+
+
+def _sparse_formulas(aten: object) -> dict[Packet, Callable[..., int]]:
+    """Of products that take sparse matrices too, of which only the numbers that are stored are multiplied. These get
+    tensors: a shape does not say how many."""
+    formulas: dict[str, Callable[..., int]] = {
+        "mm": lambda a, b: _product(a, b),
+        "addmm": lambda _, a, b: _product(a, b),
+        "_sparse_addmm": lambda _, a, b: _product(a, b),
+        "sparse_sampled_addmm": lambda found, a, b: 2 * _stored(found) * int(a.shape[-1]),
+    }
+    return {getattr(aten, name): _of_tensors(formula) for name, formula in formulas.items() if hasattr(aten, name)}
+
+
+def _of_tensors(formula: Callable[..., int]) -> Callable[..., int]:
+    def count(*args: object, out_val: object = None, **kwargs: object) -> int:
+        return formula(*[one for one in args if hasattr(one, "layout")])
+
+    return count
+
+
+def _product(a: Tensor, b: Tensor) -> int:
+    """Of two sparse matrices 0: how many numbers meet is in their indices alone."""
+    sparse = _is_sparse(a), _is_sparse(b)
+    if all(sparse):
+        return 0
+    if sparse[0]:
+        return 2 * _stored(a) * int(b.shape[1])
+    return 2 * int(a.shape[0]) * (_stored(b) if sparse[1] else int(b.shape[0] * b.shape[1]))
+
+
+def _is_sparse(matrix: Tensor) -> bool:
+    import torch
+
+    return matrix.layout is not torch.strided
+
+
+def _stored(matrix: Tensor) -> int:
+    """How many numbers a sparse matrix holds."""
+    from flatout.torch_private.tensors import stored_parts
+
+    return int(stored_parts(matrix)[-1].numel())
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from flatout.train.split import Attempt
+
 
 class SkipsOnDevice(Protocol):
     """A fused optimizer of torch: its kernel does nothing where `found_inf` is 1."""
@@ -60,6 +62,8 @@ class GradientStep:
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
         self._flags: deque[tuple[int, HostCopy]] = deque()
         """(step, was its gradient not finite?)"""
+        self._last_skipped: Tensor | None = None
+        """Was the last step skipped? A scalar on the device; None where no step is ever skipped."""
         self.norm: Tensor | None = None
         """The gradient's norm before clipping, a device tensor; None if it was not needed."""
 
@@ -67,6 +71,11 @@ class GradientStep:
     def parameters(self) -> list[Tensor]:
         """Those that the optimizer has now: a layer may join later."""
         return parameters_of(self.optimizer)
+
+    @property
+    def may_skip(self) -> bool:
+        """Is a step skipped whose gradient is not finite?"""
+        return self.scaler is not None or self.nonfinite is not None
 
     @property
     def skipped(self) -> int:
@@ -80,8 +89,16 @@ class GradientStep:
         """The loss to call backward on."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def take(self, step: int) -> None:
-        """Step the optimizer, unless a gradient is not finite."""
+    def take(self, step: int, before: Attempt | None = None) -> None:
+        """Step the optimizer, unless a gradient is not finite: then the buffers are as `before` the step too."""
+        self._last_skipped = None
+        try:
+            self._take(step)
+        finally:
+            if before is not None and self._last_skipped is not None:
+                before.put_back_where(self._last_skipped)
+
+    def _take(self, step: int) -> None:
         import torch
 
         if self.scaler is not None:
@@ -119,11 +136,12 @@ class GradientStep:
         before = scaler._scale.clone()
         scaler.step(self.optimizer)
         scaler.update()
-        overflowed = (scaler._scale < before).to(self._skipped.dtype)  # only an overflow shrinks it
-        self._skipped += overflowed
+        self._last_skipped = scaler._scale < before  # only an overflow shrinks it
+        self._skipped += self._last_skipped.to(self._skipped.dtype)
 
     def _step_if_finite(self, step: int, norm: Tensor) -> None:
-        bad = (~norm.isfinite()).float()
+        self._last_skipped = ~norm.isfinite()
+        bad = self._last_skipped.float()
         self._skipped += bad.to(self._skipped.dtype)
         if self.nonfinite == "raise":
             self._flags.append((step, HostCopy(bad)))

@@ -7,6 +7,7 @@ could be left half done. A second Ctrl-C ends the run at once, as Python does.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -27,6 +28,7 @@ class Stop:
     def __init__(self, *, breaks_off: bool = True) -> None:
         self.signal: signal.Signals | None = None
         self._breaks_off, self._waiting = breaks_off, False
+        self._process = os.getpid()
 
     @property
     def requested(self) -> bool:
@@ -49,6 +51,9 @@ class Stop:
         raise SystemExit(128 + signal.SIGTERM)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            _as_ever(number)
+            return
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number)
@@ -63,3 +68,12 @@ def stop_on_signals(*, breaks_off: bool = True) -> Iterator[Stop]:
     stop = Stop(breaks_off=breaks_off)
     with told_of(stop._handle, signal.SIGTERM, signal.SIGINT):
         yield stop
+
+
+def _as_ever(number: int) -> None:
+    """What the signal does where nothing handles it. For processes that were forked meanwhile, as by a data loader or
+    an evaluation: nobody there looks whether a stop was requested, and whoever ends them waits for that."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
+import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict, TypeGuard, runtime_checkable
+from typing import IO, TYPE_CHECKING, Protocol, TypedDict, TypeGuard, runtime_checkable
 
-from flatout.arguments import as_path, as_whole_number
+from flatout.arguments import as_function, as_path, as_whole_number
 from flatout.errors import MachineError, UsageError
+from flatout.whole_files import written_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -64,8 +66,12 @@ class CSVLog:
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 1) -> None:
         self.place, self._every = as_path(path, "path"), as_whole_number(every, "every")
-        if self.place.is_dir():
-            raise UsageError(f"{self.place} is a folder", limit="CSVLog writes a file", remedy="name a file in it")
+        with self._explaining_errors():
+            if self.place.is_dir():
+                raise UsageError(f"{self.place} is a folder", limit="CSVLog writes a file", remedy="name a file in it")
+            if self.place.exists() and not self.place.is_file():  # /dev/null would become a file
+                limit, remedy = "CSVLog writes a file, and reads it again", "name a file, or leave this log out"
+                raise UsageError(f"{self.place} is a device or a pipe", limit=limit, remedy=remedy)
         self._columns: list[str] = ["step"]
         self._rows = 0
         self._unwritten: list[list[object]] = []
@@ -88,7 +94,9 @@ class CSVLog:
         rows, self._unwritten = self._unwritten, []
         if not rows:
             return
-        with self._explaining_errors(), self.place.open("a", newline="") as file:
+        if not self.place.exists():  # deleted meanwhile: the rows still need a line with their columns
+            self._write([])
+        with self._explaining_errors(), _opened(self.place, "a") as file:
             csv.writer(file).writerows(rows)
             file.flush()
             os.fsync(file.fileno())
@@ -115,37 +123,33 @@ class CSVLog:
         self._columns, self._rows = list(state["columns"]), state["rows"]
         if not self._rows:
             return
-        found = self._read() if self.place.exists() else []
+        found = self._read()
         if len(found) < self._rows:
             warnings.warn(f"{self.place} has {len(found)} of the {self._rows} rows that were logged", stacklevel=2)
         self._rows = min(self._rows, len(found))
         self._write(found[: self._rows])
 
     def _read(self) -> list[dict[str, str]]:
-        """The complete rows; one that a kill cut short has no end of line."""
-        text = self.place.read_text()
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        return list(csv.DictReader(lines))
+        """The complete rows; one that a kill cut short has no end of line. None where the file was deleted."""
+        with self._explaining_errors():
+            if not self.place.exists():
+                return []
+            with _opened(self.place) as file:
+                text = file.read()
+        # not splitlines(), which also splits at characters that are no end of a row, and within quoted names
+        return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))
 
     def _write(self, rows: Sequence[Mapping[str, str]]) -> None:
         """The file with these rows and all columns, whole or not at all."""
         with self._explaining_errors():
-            self.place.parent.mkdir(parents=True, exist_ok=True)
-            if not rows and self.place.is_file():
-                self.place.replace(self.place.with_name(self.place.name + ".old"))
-            descriptor, place = tempfile.mkstemp(dir=self.place.parent, prefix=f".{self.place.name}.")
-            try:
-                with open(descriptor, "w", newline="") as file:
-                    writer = csv.writer(file)
-                    writer.writerow(self._columns)
-                    writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
-                    file.flush()
-                    os.fsync(file.fileno())
-                Path(place).chmod(0o666 & ~_umask())
-                Path(place).replace(self.place)
-            except BaseException:
-                Path(place).unlink(missing_ok=True)
-                raise
+            place = Path(os.path.realpath(self.place))  # a link stays one
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if not rows and place.is_file():
+                place.replace(place.with_name(place.name + ".old"))
+            with written_whole(place) as temporary, _opened(temporary, "w") as file:
+                writer = csv.writer(file)
+                writer.writerow(self._columns)
+                writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
 
 
 class TensorBoardLog:
@@ -210,44 +214,77 @@ def check_loggers(loggers: object) -> tuple[Logger, ...]:
     if not isinstance(loggers, list | tuple):
         raise UsageError(f"loggers is {loggers!r}", limit="it is a list of objects with log(figures, step)")
     for one in loggers:
-        if isinstance(one, type) or not isinstance(one, Logger):
+        if isinstance(one, type | logging.Logger | logging.LoggerAdapter) or not isinstance(one, Logger):
             raise UsageError(
                 f"a logger is {one!r}",
                 limit="it has log(figures, step)",
                 remedy="for example flatout.CSVLog('run/log.csv')",
             )
+        as_function(one.log, f"the log of a {type(one).__name__}", 2, limit="it is called as log(figures, step)")
     return tuple(loggers)
 
 
-def states_of(loggers: Sequence[Logger]) -> dict[str, object]:
-    return {name: one.state_dict() for name, (_, one) in _named(loggers).items()}
+class RunLoggers:
+    """The loggers of a run.
 
+    One that raises gets no more figures. What it raised is kept in `failures`: the run ends with it once everything was
+    saved, as a log must not cost the training that it describes.
+    """
 
-def flush(loggers: Sequence[Logger]) -> None:
-    for one in loggers:
-        if callable(written := getattr(one, "flush", None)):
-            written()
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = tuple(loggers)
+        self.failures: dict[int, Exception] = {}
+        """By the place of a logger, what it raised first."""
 
+    def __bool__(self) -> bool:
+        return bool(self._loggers)
 
-def restore_loggers(loggers: Sequence[Logger], states: Mapping[str, object]) -> None:
-    """Restore the loggers that the run had; a new one starts empty."""
-    for name, (earlier, one) in _named(loggers).items():
-        state = states.get(name, states.get(earlier))
-        if state is not None:
-            one.load_state_dict(state)
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        for place, one in enumerate(self._loggers):
+            if place not in self.failures:
+                with self._noting_failure(place):
+                    one.log(dict(figures), step)
 
+    def flush(self) -> None:
+        for place, one in enumerate(self._loggers):
+            if callable(written := getattr(one, "flush", None)):
+                with self._noting_failure(place):
+                    written()
 
-def _named(loggers: Sequence[Logger]) -> dict[str, tuple[str, Stateful]]:
-    """Those with a state: 'CSVLog log.csv', by type and file, or by type and number -> (by type and number, as earlier
-    versions saved it, the logger). Not by the whole path: a run may be moved, with its log."""
-    numbered: dict[str, Stateful] = {}
-    for one in loggers:
-        if _has_state(one):
-            kind = type(one).__name__
-            numbered[f"{kind} {sum(name.startswith(f'{kind} ') for name in numbered)}"] = one
-    files = {name: f"{type(one).__name__} {_file_name(one)}" for name, one in numbered.items() if _file_name(one)}
-    alone = {name: file for name, file in files.items() if list(files.values()).count(file) == 1}
-    return {alone.get(name, name): (name, one) for name, one in numbered.items()}
+    def state_dict(self) -> dict[str, object]:
+        states = {}
+        for name, (_, place, one) in self._named().items():
+            with self._noting_failure(place):
+                states[name] = one.state_dict()
+        return states
+
+    def load_state_dict(self, states: Mapping[str, object]) -> None:
+        """Restore the loggers that the run had; a new one starts empty."""
+        for name, (earlier, _, one) in self._named().items():
+            state = states.get(name, states.get(earlier))
+            if state is not None:
+                one.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def _noting_failure(self, place: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failures.setdefault(place, error)
+
+    def _named(self) -> dict[str, tuple[str, int, Stateful]]:
+        """Those with a state: 'CSVLog log.csv', by type and file, or by type and number -> (by type and number, as
+        earlier versions saved it; its place; the logger). Not by the whole path: a run may be moved, with its log."""
+        numbered: dict[str, tuple[int, Stateful]] = {}
+        for place, one in enumerate(self._loggers):
+            if _has_state(one):
+                kind = type(one).__name__
+                numbered[f"{kind} {sum(name.startswith(f'{kind} ') for name in numbered)}"] = place, one
+        files = {
+            name: f"{type(one).__name__} {_file_name(one)}" for name, (_, one) in numbered.items() if _file_name(one)
+        }
+        alone = {name: file for name, file in files.items() if list(files.values()).count(file) == 1}
+        return {alone.get(name, name): (name, place, one) for name, (place, one) in numbered.items()}
 
 
 def _file_name(logger: object) -> str:
@@ -263,7 +300,6 @@ def _is_of_a_step(figures: Mapping[str, float]) -> bool:
     return "batch_loss" in figures and "epoch" not in figures
 
 
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+def _opened(place: Path, mode: str = "r") -> IO[str]:
+    """As a CSV file: ends of lines as they are, and any bytes that another program has left there."""
+    return open(place, mode, newline="", encoding="utf-8", errors="surrogateescape")

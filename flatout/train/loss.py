@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeGuard, runtime_checkable
 
-from flatout.arguments import as_function, wrong
+from flatout.arguments import as_function, described, wrong
 from flatout.data.nested import batch_length
 from flatout.errors import UsageError
 from flatout.train.global_metrics import MetricLike, as_metric, over_all
@@ -70,11 +71,28 @@ def own_metrics(loss_fn: LossFn, count_terms: CountTerms, model: Module, batch: 
 def terms_or_none(count_terms: CountTerms, batch: object) -> Tensor | float | None:
     """How many terms the batch has; None for a loss that sums, and for a batch whose samples cannot be counted."""
     if count_terms is not batch_length:
-        return count_terms(batch)
+        return as_terms(count_terms(batch))
     try:
         return batch_length(batch)
     except UsageError:
         return None
+
+
+def as_terms(value: object) -> Tensor | float | None:
+    """What `count_terms` returned. UsageError for anything but a number from 0, and None."""
+    import torch
+
+    if value is None or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()):
+        return value
+    number = float(value) if isinstance(value, SupportsFloat) and not isinstance(value, torch.Tensor) else math.nan
+    if not 0 <= number < math.inf:
+        shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise UsageError(
+            f"count_terms returned {described(value)}{shape}",
+            limit="it returns how many terms the loss of the batch is the mean of, or None for a sum",
+            remedy="for example lambda batch: (batch[1] != -100).sum()",
+        )
+    return number
 
 
 def _weighted(value: Tensor | float, terms: Tensor | float | None) -> tuple[Tensor | float, Tensor | float]:

@@ -90,7 +90,9 @@ def figures_of(returned: Tensor | tuple[Tensor, Mapping[str, Number]]) -> tuple[
             remedy="give it another name, such as 'ce_loss'",
         )
     for name, value in returned[1].items():
-        if not isinstance(value, int | float) and not (hasattr(value, "numel") and value.numel() == 1):
+        if isinstance(value, int | float):
+            continue
+        if not hasattr(value, "numel") or value.numel() != 1 or value.is_complex():
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise UsageError(
                 f"loss_fn returned {described(value)}{shape} as the figure {name!r}",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from flatout.errors import NumericsError
+from flatout.errors import NumericsError, UsageError
 from flatout.train.readings import HostCopy
 from flatout.train.split import batch_coupled_layers
 
@@ -169,6 +169,36 @@ def raised_on_all_ranks(group: ProcessGroup | None, device: torch.device) -> Ite
             limit="its own error says which",
             remedy="resume from the last checkpoint with a lower learning rate, clip_norm, or Plan(nonfinite='skip')",
         )
+
+
+class SameLengths:
+    """Sees to it that iterables of the ranks, whose lengths are not known, end together: a rank without a batch would
+    never join the others, who would wait for it. A small exchange for each batch, between the hosts; where the ranks
+    can only exchange over their GPUs, which it would wait for in every step, there is none."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        from torch import distributed
+
+        self._group = group
+        self._asks = device.type == "cpu" or "cpu:" in distributed.get_backend_config(group)
+        self._batches = 0
+
+    def check(self, *, ended: bool) -> None:
+        """Called with each batch, and at the end. UsageError, on every rank, where some have ended and others not."""
+        if not self._asks:
+            return
+        import torch
+        from torch import distributed
+
+        seen = torch.tensor([int(ended), int(not ended)])
+        distributed.all_reduce(seen, distributed.ReduceOp.MAX, group=self._group)
+        if bool(seen.all()):
+            raise UsageError(
+                f"some ranks have no batch after {self._batches}, and others have one",
+                limit="all take part in every step",
+                remedy="give each as many, or let flatout.batches(dataset, batch_size, plan) share them among ranks",
+            )
+        self._batches += 1
 
 
 def gathered(value: T, group: ProcessGroup | None) -> list[T]:

@@ -25,11 +25,11 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of, wrong
+from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of
 from flatout.data.nested import batch_length, split_batch
-from flatout.errors import MachineError, UsageError
+from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.levers.activation_checkpointing import ActivationCheckpointing
 from flatout.levers.applied import Applied
 from flatout.levers.catalogue import levers_of
@@ -43,16 +43,17 @@ from flatout.parallel.heartbeat import heartbeat
 from flatout.parallel.parallelize import parallelize
 from flatout.parallel.whole_tensors import ELSEWHERE, home_of
 from flatout.plan import Plan
-from flatout.precision.autocast import autocast_call
+from flatout.precision.autocast import autocast_call, not_in_fp32
 from flatout.precision.recurrent import lstm_gradients_right
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
-from flatout.train.loss import CountTerms, LossFn, own_metrics, terms_or_none
+from flatout.train.loss import CountTerms, LossFn, as_terms, own_metrics, terms_or_none
 from flatout.train.loss_parts import LossParts, Number, as_figure, detached, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
 from flatout.train.ranks import MeanOverRanks, SharedStep, is_first, largest_of_ranks, raised_on_all_ranks
-from flatout.train.split import Attempt, Buffer, batch_coupled_layers, buffers_of, release
+from flatout.train.schedulers import before_any_step, check_scheduler
+from flatout.train.split import Attempt, Attempts, batch_coupled_layers, part_fails, release
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,8 @@ class StepState(TypedDict):
     steps: int
     skipped: int
     micro_batches: int
+    split_samples: NotRequired[int | None]
+    """Not in what earlier versions saved."""
     scaler: dict[str, object] | None
 
 
@@ -103,7 +106,7 @@ class TrainStep:
         as_model(model)
         _check_optimizer(as_optimizer(optimizer))
         check_optimizer_of(optimizer, model)
-        _check_scheduler(scheduler, optimizer)
+        check_scheduler(scheduler, optimizer)
         as_loss_fn(loss_fn)
         _check_count_terms(count_terms)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
@@ -111,6 +114,8 @@ class TrainStep:
         """Optimizer steps taken, including those that were skipped."""
         self.micro_batches = self.plan.micro_batches or 1
         """Parts that a batch is split into; more than in the plan once a batch did not fit."""
+        self._split_samples: int | None = None
+        """Batches of so many samples get all of these parts, smaller ones fewer; None: every batch gets them."""
         self._given_count_terms = count_terms
         self.count_terms: CountTerms = count_terms or getattr(loss_fn, "count_terms", None) or batch_length
         """count_terms(batch): the number of terms that its loss is the mean of; None if the loss is their sum."""
@@ -158,8 +163,9 @@ class TrainStep:
         self._heartbeat: Heartbeat | None = None
         self._begun = False
         self._loss_checked = False
-        self._changing: list[Buffer] | None = None
-        """The buffers that a forward pass changes, once one has shown them; until then any may be."""
+        self._attempts = Attempts(model)
+        self._kept: Attempt | None = None
+        """The buffers before the step, during a step that may be skipped."""
         self._mean_terms: MeanOverRanks | None = None
         """The mean over the ranks of the terms in a step's batch, once it is known."""
         self._shared: SharedStep | None = None
@@ -189,7 +195,8 @@ class TrainStep:
         else:
             loss = self._updated(batch)
         if self.scheduler is not None:
-            self.scheduler.step()
+            with before_any_step() if not self.steps and self._update.may_skip else contextlib.nullcontext():
+                self.scheduler.step()
         self.steps += 1
         if self._losses is not None:
             self._losses.add(self.steps, loss)
@@ -214,7 +221,7 @@ class TrainStep:
 
     @property
     def rolled_back(self) -> list[tuple[str, str]]:
-        """Choices of the plan that could not be applied, and why."""
+        """Choices of the plan that could not be applied, or found nothing to act on, and why."""
         failed = [(entry.choice.label, entry.reason) for entry in self._applied.rolled_back]
         return failed + self._subject.incidents
 
@@ -294,7 +301,8 @@ class TrainStep:
             scheduler=self.scheduler,
             count_terms=self._given_count_terms,
         )
-        step.load_state_dict({**state, "micro_batches": 1})  # how far to split batches depends on the plan
+        # how far to split batches depends on the plan
+        step.load_state_dict({**state, "micro_batches": 1, "split_samples": None})
         return step
 
     def for_copies(self, plan: Plan, model: Module, optimizer: Optimizer, loss_fn: LossFn) -> TrainStep:
@@ -324,11 +332,18 @@ class TrainStep:
     def state_dict(self) -> StepState:
         """What the step itself remembers: counts, loss scaling, parts. `capture(step)` includes all that it trains."""
         scaler = self._update.scaler.state_dict() if self._update.scaler is not None else None
-        return {"steps": self.steps, "skipped": self.skipped, "micro_batches": self.micro_batches, "scaler": scaler}
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "micro_batches": self.micro_batches,
+            "split_samples": self._split_samples,
+            "scaler": scaler,
+        }
 
     def load_state_dict(self, state: StepState) -> None:
         """Restore what `state_dict` returned."""
         self.steps, self.micro_batches = state["steps"], max(state["micro_batches"], self.plan.micro_batches or 1)
+        self._split_samples = state.get("split_samples")
         self._update.set_skipped(state["skipped"])
         if self._update.scaler is not None and state["scaler"]:
             self._update.scaler.load_state_dict(state["scaler"])
@@ -353,9 +368,9 @@ class TrainStep:
         wanted = self.plan.part_for("step").choices()
         for whole_step in ("optimizer_in_backward", "optimizer_state"):  # their levers are for a script's own loop
             wanted.pop(whole_step, None)
-        if wanted.get("precision") == "fp32":
-            del wanted["precision"]
         if wanted.get("precision") == "fp16":
+            if nothing := not_in_fp32(self.model):
+                self._subject.note_incident("fp16 autocast", nothing)
             # Without the lever, which scales each backward pass: here the whole step is scaled, and the scale is saved.
             del wanted["precision"]
             self._levers.enter_context(self._subject.around_calls(autocast_call("fp16")))
@@ -380,7 +395,8 @@ class TrainStep:
             self._in_backward.follow()
             return self._backward_in_parts(batch)
         loss = self._backward_in_parts(batch)
-        self._update.take(self.steps + 1)
+        attempt, self._kept = self._kept, None
+        self._update.take(self.steps + 1, attempt)
         return loss
 
     def _backward_in_parts(self, batch: object) -> Tensor:
@@ -392,6 +408,7 @@ class TrainStep:
             self._shared.begin()
         if self._strategy.settled is not None and self._loss_checked:
             self._settle()
+        was_split = False
         while True:
             attempt = self._attempt()
             self.optimizer.zero_grad(set_to_none=True)
@@ -403,27 +420,34 @@ class TrainStep:
             except Exception as error:
                 if not is_out_of_memory(error):
                     self._explain(error, batch)
+                    if was_split and not isinstance(error, FlatoutError):
+                        raise part_fails(error, batch_length(batch), self._parts(batch)) from error
                     raise
                 self._refuse_to_split(error, batch)
             else:
-                if attempt is not None and self._changing is None:
-                    self._changing = attempt.changed()
+                if attempt is not None:
+                    self._attempts.succeeded(attempt)
+                self._kept = attempt if self._update.may_skip else None
                 return loss
             # Only outside of the handler does nothing hold the tensors of the failed attempt any more.
             if attempt is not None:
+                attempt.check_restorable()
                 # DDP has replaced the buffers of the other ranks by the first one's, which it does once a step.
                 attempt.put_back(buffers=self._shared is None or is_first(self.group))
             if self._shared is not None and self._strategy.ddp is not None:
                 self._shared.begin_again(self._strategy.ddp)
             release(self.model, self.optimizer)
             self._split_further(batch)
+            was_split = True
 
     def _attempt(self) -> Attempt | None:
-        if self.plan.out_of_memory == "raise" or self._in_backward is not None:
+        may_skip = self._update.may_skip  # then they are put back, whether or not it is tried again
+        if self._in_backward is not None or (self.plan.out_of_memory == "raise" and not may_skip):
             return None
-        if self._changing is None and self.plan.out_of_memory == "exact" and batch_coupled_layers(self.model):
-            self._changing = []  # it will not be tried again
-        return Attempt(buffers_of(self.model) if self._changing is None else self._changing)
+        exact = self.plan.out_of_memory == "exact" and not may_skip
+        if exact and not self._attempts.are_known and batch_coupled_layers(self.model):
+            self._attempts.copy_none()
+        return self._attempts.begin()
 
     def _backward_whole(self, batch: object) -> Tensor:
         """`_backward` of a single part in a single process: where steps are short, the rest of it takes time."""
@@ -460,7 +484,13 @@ class TrainStep:
 
     def _parts(self, batch: object) -> int:
         pipeline = self._strategy.pipeline
-        return self.micro_batches if pipeline is None else pipeline.parts(batch_length(batch), self.micro_batches)
+        if pipeline is not None:
+            return pipeline.parts(batch_length(batch), self.micro_batches)
+        if self._split_samples is None:
+            return self.micro_batches
+        # As large as those that fit: an epoch's last batch would get parts of one sample, on which batch norm fails.
+        parts = -(-self.micro_batches * batch_length(batch) // self._split_samples)
+        return min(self.micro_batches, max(parts, self.plan.micro_batches or 1))
 
     def _in_stages(self, pipeline: Pipeline, parts: Sequence[object], sums: LossParts) -> Tensor:
         """The same with a model whose blocks are on several ranks: only the last one has a loss."""
@@ -486,7 +516,7 @@ class TrainStep:
         """
         if len(parts) == 1 and self.group is None:
             return [1], None
-        weights = [self.count_terms(part) for part in parts]
+        weights = [as_terms(self.count_terms(part)) for part in parts]
         terms = [weight for weight in weights if weight is not None]
         if len(terms) < len(weights):
             return weights, None  # the loss sums over its terms
@@ -583,13 +613,14 @@ class TrainStep:
         remedy = "activation_checkpointing, a smaller precision, or a smaller model"
         try:
             samples = batch_length(batch)
+            split_batch(batch, 2)
         except UsageError as unclear:
             raise MachineError(
                 f"a batch does not fit into the memory of {_device_of(self.model)}",
                 limit=f"it cannot be split: {unclear.what}",
                 remedy=f"use a smaller batch, {remedy}",
             ) from error
-        if self.micro_batches >= samples:
+        if self._parts(batch) >= samples:
             raise MachineError(
                 f"a single sample of this batch does not fit into the memory of {_device_of(self.model)}",
                 limit="a batch cannot be split further",
@@ -612,11 +643,15 @@ class TrainStep:
 
     def _split_further(self, batch: object) -> None:
         samples = batch_length(batch)
-        self.micro_batches = min(samples, self.micro_batches * 2)
+        parts = self._parts(batch)
+        if parts == self.micro_batches:
+            self.micro_batches, self._split_samples = min(samples, parts * 2), samples
+        else:  # these samples are larger than those before
+            self._split_samples = max(1, self.micro_batches * samples // (2 * parts))
         coupled = batch_coupled_layers(self.model)
         note = f" (not exact: {coupled[0]} mixes the samples of a batch)" if coupled else ""
         warnings.warn(
-            f"a batch of {samples} did not fit; from now on it is split into {self.micro_batches} parts{note}",
+            f"a batch of {samples} did not fit; from now on it is split into {self._parts(batch)} parts{note}",
             stacklevel=4,
         )
 
@@ -635,35 +670,6 @@ def _check_count_terms(count_terms: object) -> None:
     if count_terms is not None:
         limit = "it is called as count_terms(batch) and returns how many terms the loss is the mean of"
         as_function(count_terms, "count_terms", 1, limit=limit)
-
-
-def _check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
-    import torch
-
-    if scheduler is None:
-        return
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise UsageError(
-            "the scheduler is ReduceLROnPlateau",
-            limit="TrainStep steps its scheduler once per call, without a metric",
-            remedy="pass it to flatout.fit as epoch_scheduler, or call scheduler.step(metric) after evaluating",
-        )
-    check_scheduler_of(optimizer, scheduler, "scheduler")
-
-
-def check_scheduler_of(optimizer: Optimizer, scheduler: object, name: str) -> None:
-    """Refuse anything but a scheduler of this optimizer."""
-    import torch
-
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        raise wrong(name, scheduler, "it is one of torch.optim.lr_scheduler", "make it from the optimizer")
-    moved = getattr(scheduler, "optimizer", optimizer)
-    if isinstance(moved, torch.optim.Optimizer) and moved.param_groups is not optimizer.param_groups:
-        raise UsageError(
-            f"the {name} is that of another optimizer",
-            limit="it would change learning rates that nothing uses",
-            remedy="create it with the optimizer that is passed here",
-        )
 
 
 def _check_loss(loss: object) -> None:

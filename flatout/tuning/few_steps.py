@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from flatout.levers.lever import Choice
 from flatout.script.trial.answers import TrialEnded
 from flatout.sequential import LOOKS, is_decided
-from flatout.statistics import median
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back, tried_in
 
 FEWEST_STEPS = 12
@@ -113,11 +112,4 @@ def pair_of_runs(
 
 def pairing_of_runs(pairs: list[tuple[float, float]], pace: Pace) -> Pairing:
     """The result of pairs of whole runs; start-up is part of them."""
-    return Pairing(
-        comparison=compare_pairs(pairs, pace),
-        baseline_seconds=median([pair[0] for pair in pairs]),
-        candidate_seconds=median([pair[1] for pair in pairs]),
-        startup_seconds=None,
-        baseline_medians=tuple(pair[0] for pair in pairs),
-        candidate_medians=tuple(pair[1] for pair in pairs),
-    )
+    return Pairing.of(pairs, compare_pairs(pairs, pace), None)

@@ -19,7 +19,7 @@ from flatout.script.trial.answers import MORE_STEPS, TrialEnded
 from flatout.search.trial import Trial
 from flatout.statistics import median
 from flatout.tuning.short_budget import MORE_TIME
-from flatout.tuning.trials import RunningTrial, Trials
+from flatout.tuning.trials import RunningTrial, Trials, once_more_if_ended
 from flatout.tuning.windows import Pace
 from flatout.units import format_bytes
 
@@ -89,7 +89,7 @@ def fit(
     combination?
     Raises ScriptError where the plain step's memory cannot be measured, and where nothing offered fits.
     """
-    plain = process().peak([]).peak_bytes
+    plain = once_more_if_ended(process, lambda running: running.peak([])).peak_bytes
     if plain is None:
         raise ScriptError("the memory of a step cannot be measured here", remedy="tune without a memory limit (fit)")
     if plain <= limit_bytes:
@@ -137,7 +137,7 @@ def _tried(
     limit_bytes: int,
     step_seconds: float,
 ) -> Trial:
-    """Timed where it fits. A script that ends meanwhile is restarted once."""
+    """Timed where it fits."""
     trial = Trial(
         label=label,
         choices={choice.field: choice.value for choice in choices},
@@ -145,18 +145,13 @@ def _tried(
         outcome="dropped",
         reason="",
     )
-    for last in (False, True):
-        running = process()
-        try:
-            return _measured(running, choices, trial, plain_bytes, limit_bytes, step_seconds)
-        except TrialEnded as end:
-            running.close()
-            if not end.by_itself or last:
-                return replace(trial, outcome="failed", reason=end.headline or str(end))
-        except TrialError as error:
-            running.close()
-            return replace(trial, outcome="failed", reason=str(error))
-    raise AssertionError
+    try:
+        return once_more_if_ended(
+            process, lambda running: _measured(running, choices, trial, plain_bytes, limit_bytes, step_seconds)
+        )
+    except TrialError as error:
+        headline = error.headline if isinstance(error, TrialEnded) else ""
+        return replace(trial, outcome="failed", reason=headline or str(error))
 
 
 def _measured(

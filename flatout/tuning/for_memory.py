@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
+from flatout.plan_document import line
 from flatout.script.trial.answers import Peak
 from flatout.search.trial import Outcome
 from flatout.units import format_bytes
@@ -49,7 +50,7 @@ def judge_gain(gain: MemoryGain, choice: Choice, machine: Machine, device: str, 
     shortage = _shortage(gain.before, machine, device)
     if shortage:
         return "kept", shortage
-    return "dropped", f'not faster; to save memory, put {choice.field} = "{choice.value}" under [plan]'
+    return "dropped", f"not faster; to save memory, put {line(choice.field, choice.value)} under [plan]"
 
 
 def _shortage(plain: Peak, machine: Machine, device: str) -> str:

@@ -25,10 +25,10 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
-from flatout.statistics import Comparison, chi_square_95, compare_paired, median, student_95
+from flatout.statistics import Comparison, chi_square_95, compare_paired, student_95
 from flatout.tuning.few_steps import FewSteps, pair_of_runs, pairing_of_runs
 from flatout.tuning.trials import Trials
-from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
+from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms, mean_of_each
 
 LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 40
 NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
@@ -75,14 +75,34 @@ class PlainAndPlanned:
     trials: Trials
     choices: Sequence[Choice]
 
-    def together(self) -> AbstractContextManager[tuple[Arm, Arm]]:
-        return fresh_arms(self.trials, self.choices)
+    @contextlib.contextmanager
+    def together(self) -> Iterator[tuple[Arm, Arm]]:
+        """Watched as lightly as `flatout run` does most of the time."""
+        from_start, live = split_by_switch(self.choices)
+        with (
+            self.trials.trial(label="plain") as plain,
+            self.trials.trial(from_start, label="planned") as planned,
+        ):
+            if self.trials.starts_overlap:
+                plain.spawn()
+                planned.spawn()
+            plain.start()
+            planned.start()
+            yield Arm(plain, suspended=True), Arm(planned, live, suspended=True)
 
     def baseline(self) -> AbstractContextManager[Arm]:
-        return fresh_run(self.trials, ())
+        return self._run((), "plain")
 
     def candidate(self) -> AbstractContextManager[Arm]:
-        return fresh_run(self.trials, self.choices)
+        return self._run(self.choices, "planned")
+
+    @contextlib.contextmanager
+    def _run(self, choices: Sequence[Choice], label: str) -> Iterator[Arm]:
+        """Watched as `flatout run` watches the first steps."""
+        from_start, live = split_by_switch(choices)
+        with self.trials.trial(from_start, label=label) as fresh:
+            fresh.start()
+            yield Arm(fresh, live)
 
 
 def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
@@ -94,19 +114,6 @@ def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
     times, its trials are forked from a process that has loaded torch.
     """
     return trials.in_new_processes() if few is None else trials.from_the_start()
-
-
-def compare_in_fresh_processes(
-    trials: Trials,
-    choices: Sequence[Choice],
-    pace: Pace,
-    deadline: Deadline,
-    seconds: float,
-    few: FewSteps | None = None,
-    started: tuple[Arm, Arm] | None = None,
-) -> Pairing:
-    """The plain script or step, and the one under these choices: `compare_afresh`."""
-    return compare_afresh(PlainAndPlanned(trials, choices), pace, deadline, seconds, few, started)
 
 
 def compare_afresh(
@@ -134,7 +141,7 @@ def compare_afresh(
     )
     least = 1 if few is None else few.pace.least_pairs
     groups: list[Pairs] = []
-    last: Pairing | None = None
+    made: list[Pairing] = []
     began = deadline.elapsed_seconds
     left_at_first = deadline.seconds_left
     available = max(seconds, left_at_first)
@@ -156,14 +163,15 @@ def compare_afresh(
         wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
         try:
             if few is None:
-                last, pace = one_pair_of_processes(sides, pace, deadline, left, wanted, pairs)
+                pairing, pace = one_pair_of_processes(sides, pace, deadline, left, wanted, pairs)
             else:
-                last = _one_pair_of_runs(sides, few, deadline, number, pairs)
+                pairing = _one_pair_of_runs(sides, few, deadline, number, pairs)
         except TrialError:
             if len(groups) < max(least, LEAST_PROCESS_PAIRS):
                 raise
             break  # what the other pairs of processes have shown is worth no less for it
         groups.append(pairs)
+        made.append(pairing)
         found = comparison_of_groups(groups, pace.least_gain)
         too_few = _is_undecided(found, pace) and len(groups) < LEAST_PROCESS_PAIRS
         if too_few and started is not None and not may_go_on(number + 1):
@@ -173,22 +181,20 @@ def compare_afresh(
             found, started = comparison_of_groups(groups, pace.least_gain), None
         if not may_go_on(number + 1) or _is_narrow(found, len(groups), undecided=_is_undecided(found, pace)):
             break
-    assert last is not None
     every = [pair for group in groups for pair in group]
+    means = [one.mean_seconds for one in made if one.mean_seconds is not None]
     return replace(
-        last,
-        comparison=comparison_of_groups(groups, pace.least_gain),
-        baseline_seconds=median([pair[0] for pair in every]),
-        candidate_seconds=median([pair[1] for pair in every]),
-        baseline_medians=tuple(pair[0] for pair in every),
-        candidate_medians=tuple(pair[1] for pair in every),
+        Pairing.of(every, comparison_of_groups(groups, pace.least_gain), made[-1].startup_seconds),
+        peak_resident_bytes=made[-1].peak_resident_bytes,
+        mean_seconds=mean_of_each(means) if means else None,
     )
 
 
-def not_confirmed(found: Comparison) -> str:
+def not_confirmed(found: Comparison, where: str = "") -> str:
     """What such a comparison shows of a gain that an earlier one had shown: 'not confirmed: x1.03 (0.98 to 1.08)'."""
     between = f" ({found.low:.2f} to {found.high:.2f})" if found.has_interval else ""
-    return f"{'slower' if found.verdict == 'slower' else 'not confirmed'}: x{found.ratio:.2f}{between}"
+    verdict = "slower" if found.verdict == "slower" else "not confirmed"
+    return f"{' '.join(filter(None, [verdict, where]))}: x{found.ratio:.2f}{between}"
 
 
 def _is_undecided(found: Comparison, pace: Pace) -> bool:
@@ -262,22 +268,6 @@ def _half_width(logs: Sequence[float]) -> float:
     return student_95(freedom) * math.sqrt(squares / freedom / len(logs))
 
 
-@contextlib.contextmanager
-def fresh_arms(trials: Trials, choices: Sequence[Choice]) -> Iterator[tuple[Arm, Arm]]:
-    """(plain, planned), both at their first step, watched as lightly as `flatout run` does most of the time."""
-    from_start, live = split_by_switch(choices)
-    with (
-        trials.trial(label="plain") as plain,
-        trials.trial(from_start, label="planned") as planned,
-    ):
-        if trials.starts_overlap:
-            plain.spawn()
-            planned.spawn()
-        plain.start()
-        planned.start()
-        yield Arm(plain, suspended=True), Arm(planned, live, suspended=True)
-
-
 def _is_narrow(found: Comparison, pairs: int, *, undecided: bool) -> bool:
     enough = NARROW_ENOUGH if undecided or pairs < MANY_PROCESS_PAIRS else NARROW_AFTER_MANY
     return pairs >= WANTED_PROCESS_PAIRS and found.has_interval and (found.high - found.low) / 2 <= enough * found.ratio
@@ -285,15 +275,6 @@ def _is_narrow(found: Comparison, pairs: int, *, undecided: bool) -> bool:
 
 def _compared(pairs: Pairs, least_gain: float) -> Comparison:
     return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=least_gain)
-
-
-@contextlib.contextmanager
-def fresh_run(trials: Trials, choices: Sequence[Choice]) -> Iterator[Arm]:
-    """One run, at its first step, watched as `flatout run` watches the first steps."""
-    from_start, live = split_by_switch(choices)
-    with trials.trial(from_start, label="planned" if choices else "plain") as fresh:
-        fresh.start()
-        yield Arm(fresh, live)
 
 
 def _one_pair_of_runs(sides: Sides, few: FewSteps, deadline: Deadline, number: int, pairs: Pairs) -> Pairing:

@@ -56,6 +56,9 @@ def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tup
         return "its numbers become infinite or NaN where the plain script's stay finite", None
     if {run.parameters for run in plains} != {run.parameters for run in candidates}:
         return "it trains other parameters", None
+    least, most = (min(run.steps for run in runs) for runs in (candidates, plains))
+    if least < most:
+        return f"it ends after {least} steps, plain runs after {most} at least", None
     if reason := _gradient_levels(plains, candidates):
         return reason, None
     levels = [[_late_level(run) for run in runs] for runs in (plains, candidates)]
@@ -77,22 +80,34 @@ def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tup
 
 
 def _gradient_levels(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> str | None:
-    """Why the typical gradient of some parameter is much larger or smaller than in plain runs, or None."""
+    """Why the typical gradient of some parameter is much larger or smaller than in plain runs, or None. Where not every
+    step has equally many, only the whole gradient is compared."""
     ours, theirs = ([_typical_norms(run) for run in runs] for runs in (plains, candidates))
-    for index, name in enumerate(plains[0].parameters):
-        if any(index >= len(one) for one in (*ours, *theirs)):
-            return None
+    plain_counts, counts = ({len(one) for one in side} for side in (ours, theirs))
+    if len(plain_counts) == len(counts) == 1 and plain_counts != counts and 0 not in plain_counts | counts:
+        return f"{counts.pop()} parameters get gradients, {plain_counts.pop()} in plain runs"
+    names = plains[0].parameters if plain_counts == {len(plains[0].parameters)} else ()
+    if len(plain_counts | counts) > 1 or 0 in counts:
+        ours, theirs = ([_typical_whole(run) for run in runs] for runs in (plains, candidates))
+    for index in range(min(len(one) for one in (*ours, *theirs))):
         before, after = [one[index] for one in ours], [one[index] for one in theirs]
         if min(before) <= 0:
             continue
         spread = max(before) / min(before)
         ratio = median(after) / median(before)
         if not 1 / (STATISTICAL_GRADIENT_FACTOR * spread**2) < ratio < STATISTICAL_GRADIENT_FACTOR * spread**2:
-            return f"the gradient of {name} is typically x{ratio:.2f} that of plain runs"
+            name = f"the gradient of {names[index]}" if names else "a gradient"
+            return f"{name} is typically x{ratio:.2f} that of plain runs"
     return None
 
 
+def _typical_whole(run: Numerics) -> list[float]:
+    norms = [norm for norm in run.norms if norm is not None]
+    return [median(norms)] if norms else []
+
+
 def _typical_norms(run: Numerics) -> list[float]:
+    """Of each parameter's gradient; none where the number of gradients varies from step to step."""
     lengths = {len(step) for step in run.by_tensor}
     if len(lengths) != 1:
         return []

@@ -125,8 +125,12 @@ class Numerics:
 
     def stays_finite(self) -> bool:
         """Is every loss, gradient and final weight a number?"""
-        values = [loss for step in self.losses for loss in step] + [n for n in self.norms if n is not None]
-        return self.finite and all(map(math.isfinite, values))
+        return all(self.are_finite())
+
+    def are_finite(self) -> tuple[bool, ...]:
+        """Is it a number: each loss, each step's gradient, the final weights."""
+        values = [loss for step in self.losses for loss in step] + [norm or 0.0 for norm in self.norms]
+        return (*map(math.isfinite, values), self.finite)
 
 
 def _tensors(rows: Sequence[TensorRow]) -> tuple[TensorDifference, ...]:

@@ -289,7 +289,9 @@ def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:
         scale = max(level, math.sqrt(sum((x - centre) ** 2 for x, _ in half) / len(half)))
         size = max(1, len(half) // 8)
         blocks = [half[i : i + size] for i in range(0, len(half), size)]
-        found.append([sum(y - x for x, y in block) / len(block) / scale if scale else 0.0 for block in blocks])
+        scale = scale or sum(abs(x) for x, _ in pairs) / len(pairs)  # a hinge loss may become 0
+        differences = [sum(y - x for x, y in block) / len(block) for block in blocks]
+        found.append([one / scale if scale else math.inf if one else 0.0 for one in differences])
     return found
 
 
@@ -297,9 +299,9 @@ def largest_loss_difference(plain: Numerics, other: Numerics) -> float | None:
     return max((value for _, value in _loss_differences(plain, other)), default=None)
 
 
-def typical_gradient_difference(run: Numerics) -> float:
-    """Of the whole gradient, relative to its size: the median over the check steps; 0 where there is none."""
-    return median([_whole(check.gradients) for check in run.checks if check.gradients] or [0.0])
+def gradient_differences(run: Numerics) -> tuple[float, ...]:
+    """Of the whole gradient, relative to its size, at each check step that has one that is not 0."""
+    return tuple(share for check in run.checks if check.gradients and math.isfinite(share := _whole(check.gradients)))
 
 
 def largest_gradient_difference(run: Numerics) -> float | None:
@@ -311,7 +313,10 @@ def largest_gradient_difference(run: Numerics) -> float | None:
 
 
 def _not_finite(plain: Numerics, candidate: Numerics) -> str | None:
-    if plain.stays_finite() and not candidate.stays_finite():
+    """For two of like structure. One number of the plain run that is not finite, as under a loss scale that is too
+    large at first, excuses no other."""
+    both = zip(plain.are_finite(), candidate.are_finite(), strict=True)
+    if any(finite and not as_well for finite, as_well in both):
         return "its numbers become infinite or NaN where the plain script's stay finite"
     return None
 
@@ -509,7 +514,7 @@ def _way_beyond_gradients(checked: Numerics, noisy: Sequence[Numerics]) -> str |
     shares = list(_stretches(checked).values())
     if not shares or not any(check.gradients for check in checked.checks):
         return None
-    share, noise = median(shares), typical_gradient_difference(checked)
+    share, noise = median(shares), median(gradient_differences(checked) or (0.0,))
     explained = max((median(list(_stretches(one).values()) or [0.0]) for one in noisy), default=0.0)
     if share > max(WAY_LEAST, WAY_FACTOR * noise, NOISE_FACTOR * explained):
         return f"the weights deviate by {share:.0%} of their change; the noise of the gradients is {noise:.1%}"
@@ -526,16 +531,19 @@ def _largest(runs: Iterable[Iterable[tuple[int, float]]]) -> dict[int, float]:
 
 
 def _stretches(checked: Numerics) -> dict[int, float]:
-    """Check step -> deviation of the weights since the check before, as a share of the plain run's change. Not where
-    that was a single step, made from the plain run's gradients, or far fewer steps than between other check steps."""
-    shares = {}
+    """Check step -> deviation of the weights since the check before, as a share of the plain run's change; of the
+    buffers as a share of their size, where that is more. Not where that was a single step, made from the plain run's
+    gradients, or far fewer steps than between other check steps."""
+    shares, weights = {}, set(checked.parameters)
     longest = max((check.step - before.step for before, check in itertools.pairwise(checked.checks)), default=0)
     for before, check in itertools.pairwise(checked.checks):
         if (before.replaced and check.step == before.step + 1) or 2 * (check.step - before.step) < longest:
             continue
-        moved = math.sqrt(sum(drift.moved**2 for drift in check.drift))
-        if moved:
-            shares[check.step] = math.sqrt(sum(drift.error**2 for drift in check.drift)) / moved
+        kinds = ([one for one in check.drift if (one.name in weights) is wanted] for wanted in (True, False))
+        sizes = ((math.hypot(*(one.error for one in kind)), math.hypot(*(one.moved for one in kind))) for kind in kinds)
+        found = [error / moved for error, moved in sizes if moved]
+        if found:
+            shares[check.step] = max(found)
     return shares
 
 

@@ -224,9 +224,7 @@ class Prover:
             )
             if judged.verdict == "rejected":
                 break
-            if (
-                judged.verdict == "statistical"
-            ):  # steps cannot be compared: all levers are judged together, in the same way
+            if judged.verdict == "statistical":  # steps cannot be compared: all levers are judged together
                 return self._proof_by_levels(choices, plain)
         return self._proof(claims, plain, judged.evidence)
 
@@ -346,7 +344,7 @@ class Prover:
         """Why it diverges beyond what noise explains. The runs that measure the noise are made only if needed, and if
         there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made. Last
         comes noise in the weights, which shows in a loss at once: at steps that amplify noise as no gradient does."""
-        reason, noise = judge.diverges(plain, checked), judge.typical_gradient_difference(checked)
+        reason, noise = judge.diverges(plain, checked), judge.gradient_differences(checked)
         noisy: list[Numerics] = []
         while reason is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
             if noisy and judge.diverges(plain, noisy[-1]) is None:
@@ -402,7 +400,9 @@ class Prover:
         if not self._plains:
             self._steps = self._wanted_steps(choices)
             self._progress(f"proof: the plain {self._trials.kind}, {self._steps} steps")
-            first = self._record([], role="reference", then=_bit_identical_ones(choices))
+            first = self._record(
+                [], role="reference", then=[one for one in choices if one.exactness == "bit-identical"]
+            )
             if first.ended and first.steps > 1:  # all runs stop before the script's end, which might change something
                 for old in self._folder.rglob("*.pt"):
                     old.unlink()
@@ -430,7 +430,7 @@ class Prover:
         role: Role = "free",
         nudge: Nudge = "none",
         nudge_seed: int = 0,
-        gradient_noise: float = 0.0,
+        gradient_noise: tuple[float, ...] = (),
         noise_seed: int = 0,
         then: Sequence[Choice] | None = None,
     ) -> Numerics:
@@ -450,35 +450,27 @@ class Prover:
             noise_seed=noise_seed,
         )
         from_start, live = split_by_switch(choices)
-        process, alone = self._next_process(from_start, then)
-        by_themselves = self._trials.from_the_start()
-        alone = alone and not self._kept and by_themselves is self._trials
-        with self._deadline.stage("the proof"), contextlib.ExitStack() as stack:
-            stack.enter_context(process)
-            try:
-                process.start()
-                found = Numerics.from_answer(process.numerics(live, request))
-            except TrialError:
-                if alone:
-                    raise
-            else:
-                if self.keeps_processes and not found.ended:
-                    self._keep(process, choices)
-                    stack.pop_all()
-                return found
-        self._drop_prestarted()
-        self._drop_kept()
-        self.keeps_processes = False
-        self._trials = by_themselves
-        # Two processes at once may need more memory than there is.
-        return self._record(
-            choices,
-            role=role,
-            nudge=nudge,
-            nudge_seed=nudge_seed,
-            gradient_noise=gradient_noise,
-            noise_seed=noise_seed,
-        )
+        while True:
+            process, alone = self._next_process(from_start, then)
+            by_themselves = self._trials.from_the_start()
+            alone = alone and not self._kept and by_themselves is self._trials
+            with self._deadline.stage("the proof"), contextlib.ExitStack() as stack:
+                stack.enter_context(process)
+                try:
+                    process.start()
+                    found = Numerics.from_answer(process.numerics(live, request))
+                except TrialError:
+                    if alone:
+                        raise
+                else:
+                    if self.keeps_processes and not found.ended:
+                        self._keep(process, choices)
+                        stack.pop_all()
+                    return found
+            self._drop_prestarted()
+            self._drop_kept()
+            # Two processes at once may need more memory than there is.
+            self.keeps_processes, self._trials, then = False, by_themselves, None
 
     def _keep(self, process: RunningTrial, choices: Sequence[Choice]) -> None:
         before = self._kept.pop(bool(choices), None)
@@ -538,10 +530,6 @@ class Prover:
         least = LEAST_SHARE * self._deadline.budget_seconds
         affordable = int(max(available, least) / (runs.all * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
         return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
-
-
-def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:
-    return [choice for choice in choices if choice.exactness == "bit-identical"]
 
 
 def _failure(error: TrialError | ScriptError) -> str:

@@ -31,9 +31,9 @@ from flatout.tuning.history import History
 from flatout.tuning.proposals import TRIALS_COST, Proposals, SearchLimits
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
-from flatout.tuning.trials import RunningTrial, Trials
+from flatout.tuning.trials import RunningTrial, Trials, once_more_if_ended
 from flatout.tuning.verifier import STEPS_SHARE, least_seconds
-from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
+from flatout.tuning.windows import Arm, Pace, Pairing, RolledBackInside, compare_arms
 from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds
 from flatout.units import format_bytes, format_seconds
 
@@ -365,9 +365,9 @@ class TrainingSearch(Search[Choice]):
         for it is useless; and less while there is nothing to verify."""
         usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
         least = max(least, usual) if self.state.kept else max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
-        stopped = self._deadline.stopped  # by Ctrl-C, perhaps since the last trial
-        self._deadline = self.limits.deadline.reserving(least - usual)
-        self._deadline.stopped = stopped
+        before, self._deadline = self._deadline, self.limits.deadline.reserving(least - usual)
+        if before.stopped:  # by Ctrl-C, perhaps just now
+            self._deadline.stopped = True
         if self._process is not None:
             self._process.deadline = self._deadline
 
@@ -480,7 +480,7 @@ class TrainingSearch(Search[Choice]):
         """What is faster must fit as well. Levers that are on from a process's start change no tensor."""
         if self._from_start(wanted) != self._from_start():
             return found
-        peak = self._main().peak(self._live(wanted)).peak_bytes
+        peak = self._peak(wanted).peak_bytes
         if peak is not None and peak <= fit.limit_bytes:
             return found
         size = "cannot be measured" if peak is None else f"is {format_bytes(peak)}"
@@ -494,7 +494,7 @@ class TrainingSearch(Search[Choice]):
 
     def _peak(self, choices: Sequence[Choice]) -> Peak:
         if self.few is None:
-            return self._main().peak(self._live(choices))
+            return once_more_if_ended(self._main, lambda running: running.peak(self._live(choices)))
         with self._started(self._from_start(choices)) as fresh:
             return fresh.peak(self._live(choices), steps=1)
 
@@ -570,7 +570,7 @@ class TrainingSearch(Search[Choice]):
 
     def _judge(self, pairing: Pairing) -> Measured:
         seconds = (pairing.baseline_seconds, pairing.candidate_seconds)
-        found = self.judged(pairing.comparison, seconds, pairing.startup_seconds or 0.0, LEAST_GAIN)
+        found = self.judged(pairing.comparison, seconds, pairing.startup_seconds or 0.0)
         if pairing.startup_seconds is None:
             return replace(found, startup_seconds=None)
         if pairing.leak_bytes_per_step:

@@ -34,6 +34,7 @@ from flatout.levers.observed import Observed, StepWork
 from flatout.levers.subject import Subject
 from flatout.machine.process_memory import minor_faults, peak_resident_bytes, resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.parameters import copy_own_attributes
 from flatout.plan import Plan
 from flatout.replaced import overlaid
 from flatout.script.describe import observe
@@ -137,6 +138,10 @@ class StepTrial:
         self._copies: Copies | None = None
         self._generators: Mapping[str, object] = {}
         self._steps = 0
+        self._at = self._window_at = 0
+        """The next batch, and the first of the latest windows."""
+        self._windows: set[tuple[object, ...]] = set()
+        """Those that have begun there."""
         self.isolation: Mapping[str, object] = {}
         self.startup_seconds: float | None = None
 
@@ -162,13 +167,11 @@ class StepTrial:
         self._subject.modules.add(model)
         self._subject.optimizers.add(optimizer)
         self._watch, self._device = WatchedStep(self._subject), device_of(self._subject)
-        self._batches = itertools.cycle(self._trials.batches)
         if begun is None:
             self._make_first_steps(began)
         else:
             self._generators, self._steps = begun.generators, FIRST_STEPS
-            for _ in range(FIRST_STEPS):
-                next(self._batches)
+            self._at = FIRST_STEPS
         self.startup_seconds = time.perf_counter() - began
 
     @property
@@ -199,6 +202,7 @@ class StepTrial:
         return self._observed(())
 
     def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
+        self._share_batches(choices, settle, steps)
         before = time.perf_counter()
         with self._running(choices) as take:
             self._device.synchronize()
@@ -285,6 +289,16 @@ class StepTrial:
 
     # inside
 
+    def _share_batches(self, choices: Sequence[Choice], settle: int, steps: int) -> None:
+        """A window begins with the batch that the one before began with, unless that had the same choices: both windows
+        of a turn are of the same batches, as the lengths of batches may differ."""
+        window = (*choices, settle, steps)
+        if window in self._windows or not self._windows:
+            self._windows, self._window_at = {window}, self._at
+        else:
+            self._windows.add(window)
+            self._at = self._window_at
+
     def _copies_or_fail(self) -> Copies:
         assert self._copies is not None, "start it first"
         return self._copies
@@ -318,7 +332,9 @@ class StepTrial:
                 def take() -> Tensor:
                     if self.interruptible and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
                         raise BudgetSpent(self.deadline)
-                    loss: Tensor = step(next(self._batches))
+                    batch = self._trials.batches[self._at % len(self._trials.batches)]
+                    self._at += 1
+                    loss: Tensor = step(batch)
                     nonlocal steps
                     steps += 1
                     return loss
@@ -352,7 +368,9 @@ class StepTrial:
 def copies_of(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn) -> Copies:
     """Copies of model, optimizer and loss that refer to one another; UsageError where they cannot be copied."""
     try:
-        copies = copy.deepcopy((model, optimizer, loss_fn), copied_codes(optimizer))
+        memo: dict[int, object] = {**copied_codes(optimizer)}
+        copies = copy.deepcopy((model, optimizer, loss_fn), memo)
+        copy_own_attributes(optimizer, copies[1], memo)
     except Exception as error:
         if is_out_of_memory(error):
             remedy = "tune a smaller model or batch, or on a device with more memory"

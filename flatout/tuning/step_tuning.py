@@ -6,15 +6,17 @@ step = TrainStep(model, optimizer, loss_fn, found.plan)
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
+from flatout.data.given_orders import samplers_in
 from flatout.data.nested import map_tensors, tensors_in
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
@@ -100,23 +102,27 @@ def _check(step: TrainStep) -> None:
 
 
 def _read(batches: Iterable[object]) -> list[object]:
-    """Copies of the first batches; a source with a state_dict is restored to where it was."""
-    if isinstance(batches, torch.Tensor | tuple | dict | str | bytes) or not hasattr(batches, "__iter__"):
+    """Copies of the first batches; a source with a state_dict, and a loader's own generators, are restored to where
+    they were."""
+    if isinstance(batches, torch.Tensor | tuple | Mapping | str | bytes) or not hasattr(batches, "__iter__"):
         raise UsageError(
             f"batches is {type(batches).__name__}",
             limit="it is an iterable of batches as the step takes them",
             remedy="for a single one: [batch]",
         )
-    where = batches.state_dict() if hasattr(batches, "state_dict") else None
     kept: list[object] = []
     size = 0
-    for batch in itertools.islice(batches, MOST_BATCHES):
-        kept.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))
-        size += sum(tensor.nbytes for _, tensor in tensors_in(batch))
-        if size > BATCH_BYTES and len(kept) > 1:
-            break
-    if where is not None:
-        batches.load_state_dict(where)  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as restoring:
+        for one in (*samplers_in(batches), *samplers_in(getattr(batches, "batch_sampler", None))):
+            if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+                restoring.callback(generator.set_state, generator.get_state())
+        if hasattr(batches, "state_dict"):
+            restoring.callback(batches.load_state_dict, batches.state_dict())  # type: ignore[attr-defined]
+        for batch in itertools.islice(batches, MOST_BATCHES):
+            kept.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))
+            size += sum(tensor.nbytes for _, tensor in tensors_in(batch))
+            if size > BATCH_BYTES and len(kept) > 1:
+                break
     if not kept:
         raise UsageError("there are no batches", limit="steps are timed on them", remedy="give at least one")
     return kept

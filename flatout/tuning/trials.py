@@ -6,15 +6,18 @@ StepTrials     trials of a TrainStep: each is a copy of it in this process (`ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.script.numerics import NumericsAnswer, NumericsRequest
-from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
+from flatout.script.trial.answers import PEAK_STEPS, Peak, TrialEnded, Window
 from flatout.search.deadline import Deadline
+
+T = TypeVar("T")
 
 
 class Timed(Protocol):
@@ -112,6 +115,19 @@ class Trials(Protocol):
     @property
     def shared_folder(self) -> Path:
         """All trials may write there."""
+
+
+def once_more_if_ended(process: Callable[[], RunningTrial], ask: Callable[[RunningTrial], T]) -> T:
+    """What a live trial answers; a new one where the script came to its end meanwhile."""
+    for last in (False, True):
+        running = process()
+        try:
+            return ask(running)
+        except TrialError as error:
+            running.close()
+            if last or not (isinstance(error, TrialEnded) and error.by_itself):
+                raise
+    raise AssertionError
 
 
 def restart_seconds(trials: Trials, startup_seconds: float | None, choices: Sequence[Choice] = ()) -> float:

@@ -19,7 +19,7 @@ from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
-from flatout.tuning.last_comparison import compare_in_fresh_processes, trials_as_used
+from flatout.tuning.last_comparison import PlainAndPlanned, compare_afresh, not_confirmed, trials_as_used
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.trials import Trials, restart_seconds
@@ -40,6 +40,8 @@ STEPS_SHARE = 0.4
 
 RUNS_TO_PROVE_REDUCED = 2
 """A run at the plain run's check steps, and a free one."""
+TYPICAL_SHARE = 0.8
+"""Of a mean step: where the median is shorter, plain and planned, it says little of a run."""
 
 Progress = Callable[[str], None]
 
@@ -125,8 +127,6 @@ class Verifier:
         # They take memory while others run, so they stay only where time may be too short for pairs of new ones.
         short = beside_proof < KEEPING_MARGIN * needed and state.first_observed.device == "cpu"
         self._prover.keeps_processes = short and bool(_pairs_of_proof(trials, state.few_steps))
-        self._proved = 0
-        """Size of the set that was proved and then partly dropped."""
 
     def _claim_what_there_is_time_for(self, pattern: Pattern, comparison_seconds: float) -> float:
         """Seconds left beside the proof of what is claimed after this.
@@ -157,47 +157,34 @@ class Verifier:
             return self._run()
 
     def _run(self) -> tuple[Proof | None, Pairing | None]:
-        proof: Proof | None = None
+        """What is left where nothing is faster, memory levers, is proved and measured without the others."""
+        while (proof := self._proof_of_kept()) is not None:
+            final = self._final_comparison()
+            if (final is not None and final.comparison.verdict == "faster") or not self._give_back(final):
+                self.warnings += [] if final is None else gain_of_all_steps(final)
+                return proof, final
+        return None, None
+
+    def _proof_of_kept(self) -> Proof | None:
+        """Of what is still kept after it; None: nothing is."""
         while self.state.kept:
             proof = self._prover.prove(self.state.kept)
             if proof.holds:
-                break
+                return proof
             for failed in self._find_failed(proof):
                 if not self._relax(failed):
                     self._drop(failed.choice, failed.reason)
-        if not self.state.kept:
-            return None, None
-        final = self._final_comparison()
-        if final is None or final.comparison.verdict != "faster":
-            self._give_back(final)
-            return self._for_memory(proof, final)
-        return proof, final
+        return None
 
-    def _for_memory(self, proof: Proof | None, final: Pairing | None) -> tuple[Proof | None, Pairing | None]:
-        """What is left when nothing is faster: memory levers, if they are proved without the others."""
-        if not self.state.kept:
-            return None, None
-        if len(self.state.kept) < self._proved:
-            proof = self._prover.prove(self.state.kept)
-            if not proof.holds:
-                for choice in list(self.state.kept):
-                    self._drop(choice, proof.reason)
-                return None, None
-            final = self._final_comparison() or final
-        return proof, final
-
-    def _give_back(self, final: Pairing | None) -> None:
-        """A speedup that could not be reproduced in new processes does not go into a plan."""
+    def _give_back(self, final: Pairing | None) -> bool:
+        """A speedup that could not be reproduced in new processes does not go into a plan. True if anything did not."""
         reason = f"faster in the search, but the plan could not be measured {self.trials.afresh}"
         if final is not None:
-            found = final.comparison
-            between = f" ({found.low:.2f} to {found.high:.2f})" if found.has_interval else ""
-            verdict = "slower" if found.verdict == "slower" else "not confirmed"
-            reason = f"faster in the search, {verdict} {self.trials.afresh}: x{found.ratio:.2f}{between}"
-        self._proved = len(self.state.kept)
+            reason = f"faster in the search, {not_confirmed(final.comparison, self.trials.afresh)}"
         given_back = [choice for choice in self.state.kept if choice not in self.state.for_memory]
         self.state.kept = [choice for choice in self.state.kept if choice in self.state.for_memory]
         self.state.take_back(given_back, "dropped", reason)
+        return bool(given_back)
 
     def _find_failed(self, proof: Proof) -> list[FailedClaim]:
         """Bisect for the first lever with which the numbers go wrong: over prefixes of the levers with the failed
@@ -258,10 +245,12 @@ class Verifier:
     def _keep_displaced(self, dropped: Choice) -> None:
         """Keep again what was dropped because of this choice, if there is time to prove it."""
         taken = {choice.field for choice in self.state.kept}
+        wrong = [trial.choices for trial in self.state.trials if trial.outcome == "failed"]
         of_field = {
             choice.field: choice
             for choice, others in self.state.displaced
             if choice.field not in taken and dropped.choices in [other.choices for other in others]
+            if choice.choices not in wrong
         }
         again = list(of_field.values())
         if again and self._prover.has_time_for(1):
@@ -311,9 +300,8 @@ class Verifier:
         pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=self._comparison_seconds)
         pace = pace.within(self.state.total_steps)
         try:
-            return compare_in_fresh_processes(
-                self._compared,
-                self.state.kept,
+            return compare_afresh(
+                PlainAndPlanned(self._compared, self.state.kept),
                 pace,
                 self._deadline,
                 self._comparison_seconds,
@@ -343,15 +331,28 @@ def _pattern(state: SearchState, trials: Trials) -> Pattern:
 
 
 def _levers_start_seconds(state: SearchState) -> float:
-    """What turning them on takes."""
-    return sum(_starts_again_in(choice, state) for choice in state.kept)
+    """What turning them on takes in a later process, where what they compiled is cached."""
+    total = 0.0
+    for choice in state.kept:
+        trial = state.kept_trial(choice.field)
+        seconds = (trial and trial.startup_seconds) or 0.0
+        total += seconds_to_compile_again(seconds) if choice.lever.compiles else seconds
+    return total
 
 
-def _starts_again_in(choice: Choice, state: SearchState) -> float:
-    """Start-up seconds of a lever in a later process, where what it compiled is cached."""
-    trial = state.kept_trial(choice.field)
-    seconds = 0.0 if trial is None else trial.startup_seconds or 0.0
-    return seconds_to_compile_again(seconds) if choice.lever.compiles else seconds
+def gain_of_all_steps(final: Pairing) -> list[str]:
+    """A warning where the gain of a typical step, the median, is not that of a run, as some steps take far longer."""
+    if final.mean_seconds is None:
+        return []
+    plain, planned = final.mean_seconds
+    uneven = final.baseline_seconds < TYPICAL_SHARE * plain and final.candidate_seconds < TYPICAL_SHARE * planned
+    gain, of_typical = plain / planned, final.comparison.ratio
+    if not uneven or gain - 1 > (of_typical - 1) / 2:
+        return []
+    return [
+        f"x{of_typical:.2f} is the gain of a typical step; some take far longer (waiting for data, evaluation, "
+        f"checkpoints): the mean of all steps in the last comparison was x{gain:.2f} as fast"
+    ]
 
 
 def busy(load: LoadWatch, when: str) -> list[str]:

@@ -1,8 +1,9 @@
 """Compare two ways of running one script in alternating windows.
 
 An arm is a process and the levers that are on in it. Both arms may share one process (levers are switched between
-windows) or have one each (the other waits at a step boundary). Windows alternate in order, A B, B A, A B, ..., so
-disturbances of the machine affect both arms alike.
+windows) or have one each (the other waits at a step boundary). Windows take turns, A B, B A or B A, A B, so that
+disturbances of the machine affect both arms alike; which of the two is drawn each time, so that a script's own rhythm
+does so too (every eighth step logs, eight batches of different lengths come again and again).
 
 A pair, as the sequential test counts it, is the median of several turns of short windows: see
 `flatout.sequential.pair_of_turns`.
@@ -11,9 +12,12 @@ A pair, as the sequential test counts it, is the median of several turns of shor
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
@@ -150,6 +154,21 @@ class Pairing:
     leak_bytes_per_step: float = 0.0
     peak_resident_bytes: tuple[int, int] | None = None
     """(baseline, candidate), where each has a process of its own."""
+    mean_seconds: tuple[float, float] | None = None
+    """(baseline, candidate), of all steps in the windows; None: whole runs were compared, where every step counts."""
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]], comparison: Comparison, startup_seconds: float | None) -> Pairing:
+        """Of pairs of (baseline, candidate) seconds."""
+        baseline, candidate = ([pair[side] for pair in pairs] for side in (0, 1))
+        return cls(
+            comparison=comparison,
+            baseline_seconds=median(baseline),
+            candidate_seconds=median(candidate),
+            startup_seconds=startup_seconds,
+            baseline_medians=tuple(baseline),
+            candidate_medians=tuple(candidate),
+        )
 
 
 class RolledBackInside(TrialError):
@@ -193,20 +212,22 @@ def compare_arms(
     if not pace.counts_warm_up:
         began = time.monotonic()
     pairs = collected if collected is not None else []
-    resident: list[tuple[int, int]] = []
-    turn = late_graphs = 0
+    resident: list[Resident] = []
+    means: list[tuple[float, float]] = []
+    turn, late_graphs = pace.turns * len(pairs), 0  # the script of a restart comes to the same steps again
     while True:
         turns: list[tuple[float, float]] = []
         while len(turns) < pace.turns:
             ours, theirs = _one_turn(sides, pace, turn)
             raise_if_rolled_back(theirs, tried)
-            turn += 1
             turns.append((median(ours.seconds), median(theirs.seconds)))
+            means.append((fmean(ours.seconds), fmean(theirs.seconds)))
             if choice is not None and choice.lever.compiles and late_graphs < MOST_LATE_GRAPHS:
                 late = late_compilation_seconds(theirs)
                 late_graphs += late > 0
                 startup, began = startup + late, began + late * (not pace.counts_warm_up)
-            resident.append((ours.resident_bytes, theirs.resident_bytes))
+            resident.append(Resident(ours.resident_bytes, theirs.resident_bytes, candidate_first(turn)))
+            turn += 1
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):
                 pace = pace.in_one_turn()
         pairs.append(pair_of_turns(turns))
@@ -216,16 +237,16 @@ def compare_arms(
     floor = max(LEAK_FLOOR_BYTES_PER_STEP, LEAK_FLOOR_BYTES_PER_SECOND * median([pair[1] for pair in pairs]))
     suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident, pace, floor)
     leak = leak_bytes_per_step(baseline, candidate, pace, floor) if suspicious else 0.0
-    return Pairing(
-        comparison=comparison,
-        baseline_seconds=median([pair[0] for pair in pairs]),
-        candidate_seconds=median([pair[1] for pair in pairs]),
-        startup_seconds=startup,
-        baseline_medians=tuple(pair[0] for pair in pairs),
-        candidate_medians=tuple(pair[1] for pair in pairs),
+    return replace(
+        Pairing.of(pairs, comparison, startup),
         leak_bytes_per_step=leak,
         peak_resident_bytes=_peaks_of_processes(baseline, ours, candidate, theirs),
+        mean_seconds=mean_of_each(means),
     )
+
+
+def mean_of_each(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return fmean(ours for ours, _ in pairs), fmean(theirs for _, theirs in pairs)
 
 
 def _peaks_of_processes(baseline: Arm, ours: Window, candidate: Arm, theirs: Window) -> tuple[int, int] | None:
@@ -251,10 +272,15 @@ class _Side:
         return self.arm.window(settle=self.settle, steps=steps)
 
 
+def candidate_first(turn: int) -> bool:
+    """Whose window comes first, in turns from 0 on: drawn for every other one, and the other way round in the next."""
+    return (random.Random(turn // 2).random() < 0.5) is (turn % 2 == 0)
+
+
 def _one_turn(sides: tuple[_Side, _Side], pace: Pace, number: int) -> tuple[Window, Window]:
-    """A window of (baseline, candidate); the order alternates."""
+    """A window of (baseline, candidate)."""
     baseline, candidate = sides
-    if number % 2:
+    if candidate_first(number):
         theirs, ours = candidate.window(pace.steps), baseline.window(pace.steps)
     else:
         ours, theirs = baseline.window(pace.steps), candidate.window(pace.steps)
@@ -281,27 +307,34 @@ def is_enough(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) 
     return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
 
 
-def _suspicious(resident: Sequence[tuple[int, int]], pace: Pace, floor: float) -> bool:
+class Resident(NamedTuple):
+    """Bytes of memory after the windows of one turn."""
+
+    baseline: float
+    candidate: float
+    candidate_first: bool
+
+
+def _suspicious(resident: Sequence[Resident], pace: Pace, floor: float) -> bool:
     """Did the process grow in the candidate's windows as a leak does, and more than in the baseline's? Cheap, with
     false positives: there are few windows, and steps that last seconds leave no time to look again at every lever.
 
-    `resident` holds the memory after each pair's windows (baseline, candidate). As the order alternates, A B, B A,
-    A B, two windows of one arm follow each other between pairs: only that growth is the arm's own, because switching a
-    lever may itself allocate and free memory.
+    Only growth between two windows of one arm that follow each other is the arm's own, because switching a lever may
+    itself allocate and free memory.
     """
-    ours = [resident[i + 1][0] - resident[i][0] for i in range(1, len(resident) - 1, 2)]
-    theirs = [resident[i + 1][1] - resident[i][1] for i in range(0, len(resident) - 1, 2)]
+    turns = list(itertools.pairwise(resident))
+    ours = [b.baseline - a.baseline for a, b in turns if a.candidate_first and not b.candidate_first]
+    theirs = [b.candidate - a.candidate for a, b in turns if b.candidate_first and not a.candidate_first]
     if not theirs:
         return False
     least = floor * (pace.settle + pace.steps)
-    typical = median([float(g) for g in theirs])
-    return _is_steady(theirs) and typical > max(least, median([float(g) for g in ours]) if ours else 0.0)
+    return _is_steady(theirs) and median(theirs) > max(least, median(ours) if ours else 0.0)
 
 
 def _is_steady(growths: Sequence[float]) -> bool:
     """Does it grow by about the same in every window? An allocator that rearranges itself grows once, or up and
     down."""
-    return min(growths) >= 0.5 * median([float(growth) for growth in growths])
+    return min(growths) >= 0.5 * median(growths)
 
 
 def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace, floor: float) -> float:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flatout.checkpoint import folder as folder_module
-from flatout.checkpoint.background import HostCopies
+from flatout.checkpoint.background import BackgroundWork, HostCopies
 from flatout.checkpoint.folder import Checkpoints
 from flatout.errors import MachineError, UsageError
 
@@ -155,3 +155,42 @@ checkpoints.save({{"extra": torch.ones(2)}}, step=1)
     assert errors[0] == ""
     assert "MachineError: no space for the checkpoint of step 1" in errors[1]
     assert os.listdir(tmp_path) == ["000001-step-1"]
+
+
+def test_a_thread_that_does_not_start_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    work = BackgroundWork()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start"):
+            work.start(lambda: None)
+    work.wait()
+    done: list[int] = []
+    work.start(lambda: done.append(1))
+    work.wait()
+    assert done == [1]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_threads_that_save_at_once_take_turns(tmp_path: Path, asynchronous: bool) -> None:
+    errors: list[BaseException] = []
+    with Checkpoints(tmp_path, asynchronous=asynchronous, keep_last=100) as checkpoints:
+
+        def save(first: int) -> None:
+            try:
+                for step in range(first, first + 5):
+                    checkpoints.save({"model": {"a": torch.full((3000,), float(step))}}, step=step)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=save, args=(first,)) for first in (0, 100, 200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    for first in (0, 100, 200):
+        for step in range(first, first + 5):
+            assert bool((checkpoints.at(step).load()["model"]["a"] == step).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from flatout.checkpoint import disk, saved
 from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
+from flatout.checkpoint.restoring import restore
 from flatout.errors import MachineError, UsageError
 from flatout.plan import Plan
 
@@ -228,3 +230,31 @@ def test_another_process_that_saves_in_the_same_folder_is_named(
     with pytest.raises(UsageError, match="another process has saved one there under the same name"):
         Checkpoints(tmp_path).save({"extra": 1}, step=5)
     assert [path.name for path in tmp_path.iterdir()] == ["000001-step-5"]
+
+
+def test_a_path_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path / ("a" * 300), tmp_path / ("a" * 300) / "b"):
+        with pytest.raises(UsageError, match="cannot be used: File name too long; name a folder"):
+            Checkpoints(folder)
+        with pytest.raises(UsageError, match="cannot be used: File name too long"):
+            restore(folder, model=torch.nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="it is a path, as text"):
+        Checkpoints("a\0b")
+
+
+def test_a_folder_that_is_removed_within_a_save_is_named_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, where = saved.write_tensors, tmp_path / "run"
+
+    def removing(file: Any, tensors: Any, **about: str) -> None:
+        written(file, tensors, **about)
+        shutil.rmtree(where)
+
+    state = {"model": {"a": torch.ones(2)}}
+    with monkeypatch.context() as patched:
+        patched.setattr(saved, "write_tensors", removing)
+        with pytest.raises(MachineError, match=r"No such file or directory; that folder is not there; check the disk"):
+            Checkpoints(where).save(state, step=1)
+    Checkpoints(where).save(state, step=2)
+    assert [path.name for path in where.iterdir()] == ["000001-step-2"]

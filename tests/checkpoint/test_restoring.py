@@ -239,3 +239,30 @@ def test_a_model_with_a_way_of_its_own_to_load() -> None:
     saved, fresh = Own(2, 2), Own(2, 2)
     restore(capture(model=saved), model=fresh)
     assert torch.equal(saved.weight, fresh.weight)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"), [("Adam", "RAdam"), ("RAdam", "Adam"), ("NAdam", "RAdam"), ("Adamax", "AdamW")]
+)
+def test_optimizers_with_the_same_options_are_told_apart(saved: str, here: str) -> None:
+    def optimizer(name: str) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2))], 0.1)
+        made.param_groups[0]["params"][0].grad = torch.ones(2)
+        made.step()
+        return made
+
+    state = capture(optimizer=optimizer(saved))
+    text = refused(state, optimizer=optimizer(here))
+    assert f"the state of another optimizer ({saved} saved, {here.removesuffix('W')} here)" in text
+    assert not restore(state, optimizer=optimizer(saved))
+
+
+def test_an_optimizer_derived_from_one_of_torchs_takes_its_state() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    parameter = nn.Parameter(torch.ones(2))
+    state = capture(optimizer=torch.optim.SGD([parameter], 0.1))
+    assert not restore(state, optimizer=Own([parameter], 0.1))
+    del state["optimizer"]["kind"]  # type: ignore[attr-defined]  # as an earlier version saved it
+    assert not restore(state, optimizer=Own([parameter], 0.1))

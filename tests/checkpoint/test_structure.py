@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.storages import NATIVE
+from flatout.checkpoint.structure import split
 from flatout.errors import UsageError
 
 
@@ -224,3 +225,9 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 def test_a_state_is_a_dict_of_texts(tmp_path: Path, state: Any) -> None:
     with pytest.raises(UsageError, match="texts as keys"):
         Checkpoints(tmp_path).save(state, step=1)
+
+
+def test_arrays_of_types_of_other_packages_are_refused() -> None:
+    types = pytest.importorskip("ml_dtypes")
+    with pytest.raises(UsageError, match="is of numpy's dtype bfloat16"):
+        split({"extra": np.zeros(2, types.bfloat16)})

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.__main__ import main as run_flatout
 from flatout.cli.main import main
 from flatout.errors import UsageError
 from flatout.machine import detect
@@ -111,6 +112,30 @@ class Unhashable(nn.Linear):
     __hash__ = None
     def __init__(self):
         super().__init__(2, 2)
+def writes():
+    import os
+    os.write(1, b"building in C")
+    return nn.Linear(2, 2)
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+class Cancelled(BaseException):
+    pass
+def mute():
+    raise Mute
+def cancelled():
+    raise Cancelled("too late")
+def paints():
+    raise RuntimeError("\\x1b[31mred\\x07\\r")
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.kept = nn.Linear(2, 2), [Unbegun.__new__(Unbegun)]
+class Lazily:
+    @property
+    def net(self):
+        raise OSError("no disk")
+lazily = Lazily()
 fine = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 number = 3
 """
@@ -154,6 +179,9 @@ def test_a_checked_model_is_one_document(capsys: pytest.CaptureFixture[str]) -> 
         ("net.py:number", "number"),
         ("net.py:fails", "no weights"),
         ("net.py:lazy", "no shape yet"),
+        ("net.py:mute", "raise Mute: Mute; make it work in plain Python first"),
+        ("net.py:cancelled", "Cancelled: too late; make it work in plain Python first"),
+        ("net.py:lazily.net", "reading lazily.net of net.py failed at net.py, line"),
         ("net.py:Unbegun", "the __init__ of Unbegun does not call super().__init__(); call it first"),
         ("net.py:Unhashable", "unhashable type: 'Unhashable'; make list(model.parameters()) work in plain Python"),
     ],
@@ -163,6 +191,28 @@ def test_what_is_no_model_is_refused(model: str, said: str, capsys: pytest.Captu
         main(["check", model])
     assert said in str(refused.value)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("net")
+def test_what_a_model_raises_does_not_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_flatout(["check", "net.py:paints"]) == 2
+    said = capsys.readouterr().err
+    assert r"RuntimeError: \x1b[31mred\x07\r; make it work" in said
+    assert all(line.isprintable() for line in said.split("\n"))
+
+
+@pytest.mark.usefixtures("net")
+def test_what_is_written_past_python_is_no_part_of_the_document(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "net.py:writes", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out)["model"]["kind"] == "Linear"
+    assert "building in C" in shown.err
+
+
+@pytest.mark.usefixtures("net")
+def test_a_module_in_a_list_that_never_began_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "net.py:Kept"]) == 0
+    assert "fine (built, not run)" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("net")

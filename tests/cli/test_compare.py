@@ -105,6 +105,8 @@ def test_different_machines_have_an_exit_code_of_their_own(runs: Runs, capsys: p
         (["base", "base", "--fail-if", "slower", "--json", "--github"], "--json prints one document"),
         (["base", "base", "--fail-if", "slower", "--junit", "no/gate.xml"], "cannot write no/gate.xml: No such file"),
         (["base", "base", "--fail-if", "faster"], "--fail-if"),
+        (["", "base"], "one side is ''; it is a file, a folder of files"),
+        (["a" * 3000, "base"], "File name too long"),
         (["base", "note.json"], "note.json is not a document of Flatout's"),
     ],
 )

@@ -89,15 +89,39 @@ def test_a_plan_and_what_goes_before_it(capsys: Any, tmp_path: Path) -> None:
         (["--prompt", "a", "--tokenizer", "net_to_speak.py:GPT2Config"], "without encode"),
         (["--prompt", "1", "--out", "none/made.jsonl"], "there is no folder"),
         (["--prompt", ",".join(["1"] * 65)], "prompt 0 has 65 tokens; the model reads prompts of at most 64"),
+        (["--prompts", "deep.jsonl"], "deep.jsonl, line 1 is nested too deeply"),
+        (["--prompts", "numbers.jsonl"], "numbers.jsonl, line 1 is 5; a prompt is a text, or a list of ids"),
         (["--prompts", "odd.jsonl"], "odd.jsonl, line 2 has 'ids'; a prompt is under 'prompt', 'text', 'input_ids'"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(options: list[str], told: str, capsys: Any) -> None:
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("numbers.jsonl").write_text("5\n7\n")
     Path("odd.jsonl").write_text('[1]\n{"ids": [1, 2]}\n')
     assert main(["generate", MODEL, *options]) == 2
     error = capsys.readouterr().err
     assert told in error
     assert "Traceback" not in error
+
+
+def test_texts_that_cannot_be_written_are_printed(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "net_to_speak.py").write_text(f"{SOURCE}\nimport os\nos.rmdir('gone')\n")
+    assert (
+        main(["generate", MODEL, *TOKENIZER, "--prompt", "a", "--max-new-tokens", "3", "--out", "gone/made.jsonl"]) == 2
+    )
+    shown = capsys.readouterr()
+    assert "cannot write gone" in shown.err
+    assert "--- prompt 0 (length)" in shown.out
+
+
+def test_a_mark_at_the_start_of_a_file_is_no_part_of_a_prompt(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\n", encoding="utf-8-sig")
+    found = []
+    for options in (["--prompts", "prompts.txt"], ["--prompt", "one"]):
+        assert main(["generate", MODEL, *TOKENIZER, *options, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert found == [3, 3]
 
 
 def test_models_without_a_fast_path(capsys: Any) -> None:

@@ -588,6 +588,26 @@ def test_a_terminal_shows_the_panel_and_then_the_summary(session: Callable[..., 
     assert "train.py · " in after[5]
 
 
+def test_a_script_may_put_any_object_in_the_place_of_stdout(session: Callable[..., Session]) -> None:
+    tee = "class Tee:\n        def write(self, text): os.write(1, text.encode())\n    sys.stdout = Tee()\n    "
+    on = session(
+        "--no-report", source=TICKING.replace("sys.stdout.flush()", "").replace("step = 0", tee + "step = 0", 1)
+    )
+    on.finish()
+    assert "script    train.py · " in on.output
+    assert "Traceback" not in on.output
+
+
+def test_a_file_that_has_the_number_of_a_closed_descriptor_gets_nothing_of_ours(
+    session: Callable[..., Session], tmp_path: Path
+) -> None:
+    """As a daemon closes all that it has inherited: the terminal's number is then that of its first file."""
+    files = "os.closerange(3, 64)\n    files = [os.open(f'file-{one}', os.O_WRONLY | os.O_CREAT) for one in range(8)]"
+    on = session("--no-report", source=TICKING.replace('print(" and its rest")', files))
+    assert on.finish() == 3
+    assert [path.read_bytes() for path in sorted(tmp_path.glob("file-*"))] == [b""] * 8
+
+
 @pytest.mark.slow
 def test_a_small_terminal_that_is_resized_keeps_the_scripts_text(session: Callable[..., Session]) -> None:
     on = session("--no-report", size=(6, 60))

@@ -53,6 +53,30 @@ def test_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nGPU" in shown
 
 
+@pytest.mark.parametrize("what", ["a file", "open to others"])
+def test_a_folder_in_which_no_run_can_be_listed_is_said(
+    what: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.chmod(0o777)
+    if what == "a file":
+        runs.rmdir()
+        runs.write_text("")
+    assert main(["watch"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"runs      unknown: {runs}: it is not a folder of this user's alone; ")
+    assert "none" not in shown.splitlines()[0]
+    assert main(["watch", "--json"]) == 0
+    assert "not a folder" in json.loads(capsys.readouterr().out)["runs_unknown_because"]
+    with pytest.raises(UsageError, match=r"process 123 .* it is not a folder of this user's alone"):
+        main(["watch", "123"])
+
+
+def test_a_time_beyond_the_calendar_is_unknown(plant: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    plant("run-1-1", ended=True, written_at=1e300)
+    assert main(["watch"]) == 0
+    assert "ended at an unknown time" in capsys.readouterr().out
+
+
 def test_runs_are_listed_with_what_became_of_them(
     plant: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -601,3 +601,30 @@ def test_workers_have_room_for_their_batches(tmp_path: Path, monkeypatch: pytest
     assert not pacing._decide(batch)
     assert (pacing.decided, pacing.count) == (True, 0)
     assert "8 MiB free: too little for the batches of a worker" in pacing.reason
+
+
+class Stumbling:
+    """An iterator that fails once in the middle of a batch."""
+
+    def __init__(self) -> None:
+        self.at, self.failed = 0, False
+
+    def __iter__(self) -> Stumbling:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.at == 5 and not self.failed:
+            self.failed = True
+            raise OSError("not now")
+        if self.at == 12:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor(self.at)
+
+
+def test_samples_of_a_batch_that_failed_are_in_the_next_one() -> None:
+    source = batches(Stumbling(), 4)
+    found = next(iter(source)).tolist()
+    with pytest.raises(OSError, match="not now"):
+        next(iter(source))
+    assert found + [i for batch in source for i in batch.tolist()] == list(range(1, 13))

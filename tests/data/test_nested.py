@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from flatout.data.nested import (
     map_leaves,
     map_tensors,
     moves_itself,
+    repeat_batch,
     slice_batch,
     split_batch,
     tensors_in,
@@ -118,3 +120,36 @@ def test_objects_that_move_themselves_do() -> None:
     doubled = _map_plain(lambda tensor: tensor * 2, [X, kept])  # what runs ahead is only what the allocator knows of
     assert torch.equal(doubled[0], 2 * X)
     assert doubled[1] is kept
+
+
+def test_entries_of_samples_go_with_their_samples() -> None:
+    """Left whole, the second part would get the first samples' spans."""
+    spans: list[object] = [[1], [], [2, 3], [4], [5], [6, 7]]
+    batch = {"x": X, "spans": spans, "weights": np.arange(6), "boxes": [{"n": i} for i in range(6)], "size": [4, 4]}
+    first, second = split_batch(batch, 2)
+    assert (first["spans"], second["spans"]) == (spans[:3], spans[3:])
+    assert second["boxes"] == [{"n": 3}, {"n": 4}, {"n": 5}]
+    assert second["weights"].tolist() == [3, 4, 5]
+    assert second["size"] == [4, 4]
+    more = repeat_batch(batch, 8)
+    assert more["spans"] == [*spans, [1], []]
+    assert more["weights"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert more["boxes"][7] == {"n": 1}
+
+
+PACKED = nn.utils.rnn.pack_sequence([torch.arange(24.0).reshape(6, 4)])
+RAGGED = torch.nested.nested_tensor([torch.ones(n, 2) for n in range(1, 7)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (PACKED, "batch is a PackedSequence; its samples lie side by side"),  # of one sequence: sizes do not differ
+        ((X, Opaque()), r"batch\[1\] is an Opaque; which of its contents belong to which sample"),
+        ({"edges": torch.eye(6).to_sparse(), "x": X}, r"batch\['edges'\] is a tensor of layout sparse_coo"),
+        (Sample(X, RAGGED), "batch.names is a tensor of layout nested"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(batch: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        split_batch(batch, 2)

@@ -109,6 +109,7 @@ def behaviour(**given: Any) -> Behaviour:
     return Behaviour(**{**known, **given})
 
 
+BACKWARD = BackwardSeen(line=LINE, calls=50, per_step=1.0, reduction="mean")
 TRAINING = ForwardSeen(
     module="Net", line=LINE, calls=50, training=True, grad=True, used=50, longest_run=1, updated=True,
     mode_layers=("Dropout",),
@@ -451,6 +452,8 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9))),
             facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9), stops_where_converged=True)),
             facts(behaviour=behaviour(losses=RISING)),
+            facts(behaviour=behaviour(losses=RISING, batch_shapes=4)),
+            facts(behaviour=behaviour(losses=RISING, batch_shapes=2, backwards=(replace(BACKWARD, reduction="sum"),))),
             facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, EVALUATION))),
             facts(behaviour=behaviour(losses=RISING, forwards=(TRAINING, replace(TARGETS, weights=False)))),
             facts(behaviour=behaviour(losses=(0.7,) * 20, forwards=(TRAINING, TARGETS))),
@@ -469,6 +472,8 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(losses=(0.0,) * 20)),
             facts(behaviour=behaviour(losses=(0.7,) * 20, weights_move=False, stops_where_converged=True)),
             facts(behaviour=behaviour(losses=RISING), source=POLICY),
+            facts(behaviour=behaviour(losses=RISING, backwards=(replace(BACKWARD, callers=2),))),
+            facts(behaviour=behaviour(losses=RISING, batch_shapes=4, backwards=(replace(BACKWARD, reduction="sum"),))),
         ],
     ),
     "exploding-gradients": (
@@ -593,6 +598,11 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(
                 behaviour=behaviour(times=(time_of("script", 0.2),)),
                 profile=profile(operators=(BY_ELEMENT,)),
+            ),
+            facts(
+                behaviour=behaviour(times=(time_of("script", 0.2),)),
+                profile=profile(operators=(operator(seconds=0.0001, line="train.py:12"),)),
+                contended=True,
             ),
         ],
         [
@@ -948,3 +958,6 @@ def test_calls_that_alternate_with_updates_may_be_of_a_policy_that_acts() -> Non
         forwards = (TRAINING, replace(evaluation, calls=calls))
         found = {one.name: one for one in check_facts(facts(behaviour=behaviour(forwards=forwards)))}
         assert found["evaluation-in-train-mode"].confidence == confidence
+    chunks = replace(TRAINING, calls=200, used=200), replace(evaluation, calls=200)  # four in each of 50 steps
+    found = {one.name: one for one in check_facts(facts(behaviour=behaviour(forwards=chunks)))}
+    assert found["evaluation-in-train-mode"].confidence == "likely"

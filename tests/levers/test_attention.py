@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -557,3 +558,17 @@ def test_a_forward_made_by_exec_belongs_to_no_module() -> None:
     model = type("Made", (nn.Module,), {"forward": made["forward"]})()
     made["forward"].__module__ = None
     assert attention_by_hand(model) == [model]
+
+
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_layers_that_come_and_go_meanwhile(change: str) -> None:
+    """The end raised, as it looked for as many layers as there were at first."""
+    model, subject = Model(), Subject()
+    subject.modules.add(model)
+    blocks = list(model.blocks)
+    with FusedAttention().apply(subject, "fused"):
+        if change == "added":
+            model.blocks.append(copy.deepcopy(blocks[0]))
+        else:
+            del model.blocks[0]
+    assert all(block._compiled_call_impl is None for block in (*blocks, *model.blocks))

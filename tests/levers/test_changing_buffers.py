@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.plan import Plan
+from flatout.torch_private.late import dispatch
 from flatout.train.loss import supervised
 from flatout.train.step import TrainStep
 
@@ -95,3 +98,68 @@ def test_a_block_that_changes_its_input_is_named() -> None:
     with pytest.raises(UsageError, match="InPlace, changes its input in place"):
         step(batch)
     step.with_plan(Plan())(batch)
+
+
+class Noisy(nn.Module):
+    """Its noise comes from a generator that torch's checkpoint does not put back."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.layer, self.source, self.own = nn.Linear(8, 8), source, torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(x))
+        noise: Any = random.random() if self.source == "python" else float(np.random.rand())
+        if self.source == "own":
+            noise = torch.rand(hidden.shape, generator=self.own)
+        return x + hidden * torch.sin(hidden * noise)
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+@pytest.mark.parametrize("source", ["python", "numpy", "own"])
+def test_the_same_random_numbers(source: str, kind: Any) -> None:
+    trained = []
+    for plan in (Plan(), Plan(activation_checkpointing=kind)):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = nn.Sequential(*(Noisy(source) for _ in range(3)), nn.Linear(8, 3))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), plan)
+        losses = [step((torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))) for _ in range(2)]
+        after = [torch.tensor(random.random()), torch.tensor(np.random.rand()), torch.rand((), generator=model[0].own)]
+        trained.append([*losses, *after, *model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+class Late(nn.Module):
+    """Its average begins with the third call."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.in_place, self.calls = nn.Linear(8, 8), in_place, 0
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += dispatch().current_graph_task() == -1  # not in the recomputation
+        if self.calls > 2 and self.in_place:
+            self.average += 1
+        elif self.calls > 2:
+            self.average = self.average + 1
+        return x + torch.tanh(self.layer(x)) * (1 + self.average)
+
+
+def test_a_buffer_that_changes_later_is_found_as_it_was_or_refused() -> None:
+    trained = []
+    for plan in (Plan(), Plan(activation_checkpointing="block")):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Late(in_place=False) for _ in range(2)), nn.Linear(8, 3))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), plan)
+        losses = [step((torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))) for _ in range(5)]
+        trained.append([*losses, *model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+    model = nn.Sequential(*(Late(in_place=True) for _ in range(2)), nn.Linear(8, 3))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), plan)
+    for _ in range(2):
+        step((torch.randn(4, 8), torch.tensor([0, 1, 2, 0])))
+    with pytest.raises(UsageError, match="Late, changes its buffer average, which its first call did not change"):
+        step((torch.randn(4, 8), torch.tensor([0, 1, 2, 0])))

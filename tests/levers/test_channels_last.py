@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,3 +131,71 @@ def test_what_is_checkpointed_is_computed_again_with_the_same_activations_droppe
     by_plan = {} if kind == "own" else {"activation_checkpointing": kind}
     found = gradients(Dropping(own=kind == "own"), Plan(memory_format="channels_last", **by_plan))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+Drawn = Callable[[Tensor], Tensor]
+DRAWN: list[Drawn] = [
+    lambda y: y + torch.randn_like(y),
+    lambda y: y + torch.rand_like(input=y),
+    lambda y: y + torch.randint_like(y, 3),
+    lambda y: y + torch.empty_like(y).normal_(),
+    lambda y: y * torch.ones_like(y).bernoulli_(0.5),
+    lambda y: y + torch.zeros_like(y).uniform_(-1, 1),
+    lambda y: functional.alpha_dropout(y, 0.5, True),
+    lambda y: torch.dropout(y, 0.5, True),
+]
+
+
+class Noisy(nn.Module):
+    """Noise between two convolutions; checkpointed, if at all, by torch's reentrant form."""
+
+    def __init__(self, drawn: Drawn, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.drawn, self.checkpointed = drawn, checkpointed
+
+    def inside(self, x: Tensor) -> Tensor:
+        return self.last(self.drawn(self.first(x)))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        inside = torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=True) if self.checkpointed else None
+        return (self.inside(x) if inside is None else inside).square().mean()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("drawn", [*DRAWN, lambda y: functional.dropout(y, 0.5)])
+def test_noise_is_the_scripts_noise(drawn: Drawn, checkpointed: bool) -> None:
+    """It was drawn in the order of NHWC, and in a reentrant checkpoint's second pass in that of NCHW."""
+    before, trained = torch.randn_like, []
+    for plan in (Plan(), Plan(memory_format="channels_last")):
+        model = Noisy(drawn, checkpointed)
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, x: model(x), plan)
+        torch.manual_seed(1)
+        step(torch.randn(4, 3, 9, 9))
+        step.close()
+        trained.append([one.detach() for one in model.parameters()])
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-6)
+    assert torch.randn_like is before
+    assert "normal_" not in vars(Tensor)
+
+
+def test_a_reentrant_checkpoint_of_nhwc_activations_draws_the_same_noise_again() -> None:
+    seen: list[Tensor] = []
+
+    def noisy(x: Tensor) -> Tensor:
+        drawn = functional.dropout(x, 0.5) + torch.randn_like(x)
+        seen.append(drawn.detach())
+        return drawn
+
+    model, before = Noisy(noisy), nn.Conv2d(3, 3, 1)
+    whole = nn.Sequential(before, model)
+    model.checkpointed = True
+    plan = Plan(memory_format="channels_last")
+    step = TrainStep(whole, torch.optim.SGD(whole.parameters(), 0.1), lambda model, x: model(x), plan)
+    step(torch.randn(4, 3, 9, 9))
+    step.close()
+    first, again = seen
+    torch.testing.assert_close(again, first)

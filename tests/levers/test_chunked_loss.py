@@ -563,3 +563,34 @@ def test_the_type_of_a_log_softmax_under_autocast(subject: Subject) -> None:
         lazy = functional.log_softmax(model(x), -1)
         assert isinstance(lazy, LazyScores)
         assert lazy.dtype == lazy.exp().dtype == torch.bfloat16
+
+
+def test_a_penalty_on_a_weight_that_the_embedding_shares(subject: Subject) -> None:
+    """Its gradient through the embedding was counted twice, without a word."""
+
+    def gradient(*, lazy: bool) -> Tensor:
+        model, (x, y) = Model(bias=False), batch()
+        model.head.weight = model.embed.weight
+        scores = model(x)
+        assert isinstance(scores, LazyScores)
+        loss = functional.cross_entropy((scores if lazy else scores + 0).view(-1, V), y.view(-1))
+        (first,) = torch.autograd.grad(loss, [model.head.weight], create_graph=True)
+        (loss + first.square().sum()).backward()
+        assert model.head.weight.grad is not None
+        return torch.cat([first.detach(), model.head.weight.grad])
+
+    torch.testing.assert_close(gradient(lazy=True), gradient(lazy=False))
+
+
+def test_weights_that_change_before_the_update_matter_only_to_scores_that_are_used_again(subject: Subject) -> None:
+    """A decay by hand, with the last batch's scores still at hand, ended the script in the optimizer's step."""
+    model, (x, y) = Model(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    subject.optimizers.add(optimizer)
+    scores = model(x)
+    functional.cross_entropy(scores.view(-1, V), y.view(-1)).backward()
+    with torch.no_grad():
+        model.head.weight.mul_(0.9)
+    optimizer.step()
+    with pytest.raises(ScriptError, match="after its weights had been changed"):
+        scores.argmax(-1)

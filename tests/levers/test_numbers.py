@@ -14,7 +14,9 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Lever
 from flatout.levers.subject import Subject
+from flatout.plan import Plan
 from flatout.precision.denormals import flush_denormals, flushed_everywhere, flushed_here
+from flatout.train.step import TrainStep
 
 VALUES = {
     "batched fetch": "batched",
@@ -189,6 +191,18 @@ def test_denormals_in_every_thread() -> None:
     torch.set_num_threads(2)
     with flush_denormals():
         assert flushed_everywhere()
+    assert ((torch.full((1 << 18,), 1e-40) * 0.5) != 0).all()
+
+
+def test_threads_that_the_plan_adds_flush_no_denormals_afterwards() -> None:
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(2, 2)
+    plan = Plan(threads=2, flush_denormals=True)
+    step = TrainStep(model, torch.optim.SGD(model.parameters()), lambda model, x: model(x).sum(), plan)
+    assert flushed_everywhere()
+    step.close()
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
     assert ((torch.full((1 << 18,), 1e-40) * 0.5) != 0).all()
 
 

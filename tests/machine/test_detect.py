@@ -3,8 +3,10 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
+from flatout.diagnose.machine_checks import gather_facts
 from flatout.machine import detect as detect_module
 from flatout.machine.description import Gpu, Machine
 from flatout.machine.detect import available_cores, cpu_fast_dtypes, detect, model_id, parse_cpuinfo
@@ -85,3 +87,29 @@ def test_why_no_gpu_is_seen(setting: str, reason: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     found = detect()
     assert (found.devices, found.hidden_devices, found.no_devices_reason) == ((), ("NVIDIA H200",), reason)
+
+
+def test_without_proc_the_machine_is_described_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a chroot."""
+
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/proc") and exists(path))
+    for name in ("virtual_memory", "cpu_count", "cpu_percent"):
+        monkeypatch.setattr(psutil, name, missing)
+    monkeypatch.setattr(detect_module, "_read", lambda path: "")
+    found = detect()
+    assert found.memory_total_bytes >= found.memory_available_bytes > 0
+    assert found.cpu.physical_cores is None
+
+
+def test_no_proc_and_a_compiler_of_blanks_are_no_end_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/stat")
+
+    monkeypatch.setattr(psutil, "cpu_percent", missing)
+    monkeypatch.setenv("CXX", "  ")
+    found = gather_facts()
+    assert (found.busy_cores, found.cpp_compiler) == (0.0, "g++")

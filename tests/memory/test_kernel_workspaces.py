@@ -115,6 +115,8 @@ KERNELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "mse": lambda: (aten.mse_loss.default, (torch.randn(64, 500), torch.randn(64, 500))),
     "soft margin": lambda: (aten.soft_margin_loss.default, (torch.randn(64, 500), torch.ones(64, 500))),
     "soft margin of each": lambda: (aten.soft_margin_loss.default, (torch.randn(64, 500), torch.ones(64, 500), 0)),
+    "abs of complex": lambda: (aten.abs.default, (torch.randn(256, 33, dtype=torch.complex64),)),
+    "angle of complex": lambda: (aten.angle.default, (torch.randn(256, 33, dtype=torch.complex64),)),
     "mse in bf16": lambda: (
         aten.mse_loss.default,
         (torch.randn(64, 500, dtype=BF16), torch.randn(64, 500, dtype=BF16)),

@@ -92,6 +92,8 @@ def test_what_no_model_can_be_made_from(make: Any, message: str) -> None:
         ),
         (lambda: Bert(bert_config())(tokens(2, 3), tokens(2, 4)), r"token_types is \[2, 4\] while tokens is \[2, 3\]"),
         (lambda: generator().generate(tokens(1, 1), -1), "count is -1 and temperature 1.0; both must be at least 0"),
+        (lambda: generator().generate(tokens(1, 1), 2.5), "count is 2.5 .* count a whole number"),  # type: ignore[arg-type]
+        (lambda: generator().generate(tokens(1, 1), 2, temperature=math.inf), "temperature inf; .* finite"),
     ],
 )
 def test_inputs_that_do_not_fit(call: Any, message: str) -> None:

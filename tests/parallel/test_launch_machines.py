@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from flatout.parallel.launching.facts import Facts, first_difference
 from flatout.parallel.launching.failure import RankEnd
 from flatout.parallel.launching.gate import Gate
 from flatout.parallel.launching.launch import launch
+from flatout.parallel.launching.leader import Leader
 from flatout.parallel.launching.messages import Beats, Connection, Disconnected, Ended, Hello, RankBeat
 from flatout.parallel.launching.signals import Signals
 
@@ -205,6 +207,51 @@ def test_machines_that_differ(changes: dict[str, object], text: str, is_usage: b
     assert first_difference([(0, FACTS), (1, replace(FACTS, host="b"))]) is None
 
 
+def test_a_number_that_two_machines_were_given_is_refused_to_one(several: Machines) -> None:
+    several.start(0, count=3)
+    both = [several.start(1, count=3) for _ in range(2)]
+    while (refused := next((one for one in both if one.poll() is not None), None)) is None:
+        time.sleep(0.02)
+    code, said = ended(refused)
+    assert code == 2
+    assert re.search(r"--node-rank 1 is that of .* already; machines are 0 to 2", said)
+    assert "is lost" not in said
+    assert [one.poll() for one in both].count(None) == 1
+
+
+def test_a_machine_that_waits_for_others_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "BEAT_SECONDS", 0.0)
+    waiting = machines.LocalMachine(None, None, lambda event: None, None)  # type: ignore[arg-type]  # none has started
+    assert waiting.poll() == [messages.Present()]
+
+
+def test_a_lost_machine_that_has_ended_does_not_stand_for_one_that_has_not() -> None:
+    leader = object.__new__(Leader)
+    closes = SimpleNamespace(close=int)
+    one, lost = (SimpleNamespace(slot=slot, lost=None, send=print, connection=closes) for slot in (1, 2))
+    ranks = SimpleNamespace(all_gone=False)
+    waits: list[int] = []
+
+    def turn(patience: float) -> list[tuple[int, messages.Message]]:
+        waits.append(1)
+        if len(waits) == 1:
+            lost.lost = "its connection broke"
+            return [(2, messages.AllEnded(attempt=0))]
+        ranks.all_gone = True
+        return [(1, messages.AllEnded(attempt=0))]
+
+    vars(leader).update(
+        _others=[one, lost],
+        _local=SimpleNamespace(ranks=ranks, send=print),
+        _request=request(rendezvous=("a", 29500)),
+        _kill_wanted=False,
+        _turn=turn,
+    )
+    leader._end_all()
+    assert len(waits) == 2
+    assert leader._others == [one]
+
+
 # messages
 
 
@@ -267,6 +314,18 @@ def test_a_machine_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     assert machine.poll() == []
     assert (machine.lost or "").startswith("nothing heard for")
     peer.close()
+    ours.close()
+
+
+def test_what_a_machine_said_before_it_went_is_read() -> None:
+    ours, peer = map(Connection, socket.socketpair())
+    machine = machines.RemoteMachine(ours, FACTS, identity="x", node_rank=None)
+    peer.send(messages.Finish(status=3))
+    peer.close()
+    machine.send(messages.Present())  # which finds that nobody reads it
+    assert machine.poll() == [messages.Finish(status=3)]
+    assert machine.poll() == []
+    assert machine.lost is not None
     ours.close()
 
 

@@ -5,6 +5,7 @@ The ranks import no torch, and meet at no store, but for the tests that are mark
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -141,6 +142,69 @@ def piped(tmp_path: Path, *writes: bytes) -> bytes:
 )
 def test_the_state_of_a_bar_is_written_once(tmp_path: Path, writes: tuple[bytes, ...], shown: bytes) -> None:
     assert piped(tmp_path, *writes) == shown
+
+
+def test_what_nobody_reads_keeps_no_signal_from_being_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "BLOCKED_SECONDS", 0.05)
+    monkeypatch.setattr(output, "HURRIED_SECONDS", 0.05)
+    monkeypatch.setattr(output, "IDLE_SECONDS", 60.0)
+    unread, stderr = os.pipe()
+    of_rank, rank = os.pipe()
+    out = output.Output(stdout=stderr, stderr=stderr)
+    with out.between_lines() as readable:
+        assert readable
+    stream = out.follow(of_rank, error=True, prefix=b"[0] ")
+    os.set_blocking(rank, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(rank, b"x" * 99 + b"\n")
+    while not stream.writes:
+        time.sleep(0.01)
+    with out.between_lines() as readable:
+        assert not readable
+    out.drain(hurried=lambda: True)
+    for descriptor in (unread, rank):  # which ends the thread
+        os.close(descriptor)
+    stream.thread.join()
+    os.close(stderr)
+
+
+def test_a_process_outside_that_goes_on_talking_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "TALK_SECONDS", 0.1)
+    of_rank, rank = os.pipe()
+    with (tmp_path / "out").open("wb") as file:
+        out = output.Output(stdout=file.fileno(), stderr=file.fileno())
+        stream = out.follow(of_rank, error=False, prefix=b"")
+        talker = subprocess.Popen(["sh", "-c", "while sleep 0.05; do echo x; done"], stdout=rank)
+        os.close(rank)
+        out.drain()
+        assert stream.thread.is_alive()
+        talker.kill()
+        talker.wait()
+        stream.thread.join()
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "x.py").write_text(
+        "import os, sys\nprint('x', flush=True)\nopen('done' + os.environ['RANK'], 'w').close()\n"
+    )
+    command = f"exec '{sys.executable}' -m flatout launch --nproc-per-node 2 x.py {closed}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    assert done.returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
+
+
+def test_a_job_goes_on_where_nobody_reads_what_is_said_of_it(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("import os, sys\nsys.exit(3 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n")
+    words = [sys.executable, "-m", "flatout", "launch", "--nproc-per-node", "2", "--max-restarts", "1", "x.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    unread, stderr = os.pipe()
+    os.close(unread)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
+    os.close(stderr)
+    assert done.returncode == 0
 
 
 def test_ranks_learn_who_they_are_and_share_the_cores(
@@ -396,6 +460,15 @@ def _runs(pid: int) -> bool:
         ({"nnodes": 2, "rendezvous": ("a", 70_000)}, "the rendezvous is 'a', port 70000"),
         ({"node_rank": 1}, "node_rank is 1"),
         ({"hang_seconds": float("nan")}, "hang_seconds is nan"),
+        ({"hang_seconds": "3"}, "hang_seconds is '3'"),
+        ({"nproc_per_node": "2"}, "nproc_per_node is '2'"),
+        ({"max_restarts": 1.5}, "max_restarts is 1.5"),
+        ({"command": "python x.py"}, "the command is 'python x.py'"),
+        ({"command": ("python", "a\0b")}, "a word of the command is"),
+        ({"variables": (("A=B", "x"),)}, "the variable 'A=B' cannot be set"),
+        ({"nnodes": 2, "rendezvous": ("a..b", 29500)}, "the rendezvous' host is 'a..b'"),
+        ({"nnodes": 2, "rendezvous": ("0.0.0.0", 29500)}, "the rendezvous' host is 0.0.0.0; that is every address"),
+        ({"nnodes": 2, "rendezvous": ("::", 29500)}, "the rendezvous' host is ::"),
     ],
 )
 def test_requests_that_cannot_be_met(fields: dict[str, object], complaint: str) -> None:

@@ -136,6 +136,116 @@ step = step.with_plan(step.plan)
 for _ in range(3):
     step((x[:4], y[:4]))
 """,
+    "blocks that share parameters": """
+class Block(nn.Module):
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner, self.own = inner or nn.Linear(6, 6), nn.Linear(6, 6)
+    def forward(self, x):
+        return x + torch.tanh(self.own(torch.tanh(self.inner(x))))
+def shared(what):
+    first, last, one = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 6) if what == "a module" else None
+    blocks = nn.Sequential(*[Block(one) for _ in range(3)])
+    if what == "a parameter":
+        blocks[2].inner.weight = blocks[0].inner.weight
+    if what == "one outside":
+        blocks[1].inner.weight = first.weight
+    return nn.Sequential(first, blocks, last)
+for what in ("a module", "a parameter", "one outside"):
+    for parts in (None, 2):
+        compare(Plan(parallel="fsdp", micro_batches=parts), make=lambda: shared(what), clip_norm=0.5)
+""",
+    "buffers that are not sent as they are": """
+class Buffered(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.last = nn.Linear(6, 4)
+        self.register_buffer("kept", value())
+    def forward(self, x):
+        return self.last(x)
+values = {
+    "expanded": lambda: torch.ones(1).expand(4),
+    "transposed": lambda: torch.full((2, 3), float(rank)).t(),
+    "int16": lambda: torch.full((3,), rank, dtype=torch.int16),
+    "float8": lambda: torch.full((3,), float(rank)).to(torch.float8_e4m3fn),
+}
+for name, value in values.items():
+    for kind in ("ddp", "fsdp"):
+        step = compare(Plan(parallel=kind), make=lambda: Buffered(value))
+        assert torch.equal(step.model.kept.float(), torch.full(step.model.kept.shape, float(name == "expanded"))), name
+sparse, shared = (lambda: torch.eye(3).to_sparse()), (lambda: torch.full((1,), 1.0 * rank).expand(4))
+for value, said in ((sparse, "is sparse"), (shared, "share memory")):
+    model = Buffered(value)
+    try:
+        TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), plain, Plan(parallel="ddp"))
+    except UsageError as error:
+        assert said in str(error), error
+    else:
+        assert rank == 0 and said == "share memory"
+""",
+    "parameters that fsdp cannot cut": """
+class With(nn.Module):
+    def __init__(self, one):
+        super().__init__()
+        self.last, self.one = nn.Linear(6, 4), nn.Parameter(one)
+    def forward(self, x):
+        return self.last(x) * self.one.sum()
+for one, said in (
+    (torch.tensor(1.0), "the parameter one has no dimension"),
+    (torch.zeros(0, 3), "without an element"),
+    (torch.ones(2, 3).t(), "is not contiguous in memory"),
+    (torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last), "memory_format=torch.contiguous_format"),
+):
+    model = With(one)
+    try:
+        TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), plain, Plan(parallel="fsdp"))
+    except UsageError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
+    assert type(model) is With and not hasattr(model.one, "placements")
+""",
+    "buffers of a pipeline that a forward changes": """
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - self.mean
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centred, self.own = Centred(), nn.Linear(6, 6)
+    def forward(self, x):
+        return x + torch.tanh(self.own(self.centred(x)))
+class Net(nn.Module):
+    def __init__(self, around=None):
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(6, 6), nn.Sequential(Block(), Block(), Block()), nn.Linear(6, 4)
+        self.around = around or nn.Identity()
+    def forward(self, x):
+        return self.last(self.around(self.blocks(self.first(x))))
+def step_of(parallel, around=None):
+    torch.manual_seed(0)
+    model = Net(around)
+    plan = Plan(parallel=parallel, micro_batches=2)
+    return TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), plain, plan)
+step, alone = step_of("pipeline"), step_of(None)
+for i in range(3):
+    batch = (x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])
+    torch.testing.assert_close(step(batch), alone(batch), rtol=1e-5, atol=1e-6)
+found = step.model.state_dict()
+for name, value in alone.model.state_dict().items():
+    torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+try:
+    step_of("pipeline", Centred())(batch)
+except UsageError as error:
+    assert "a forward pass changes around.mean, which is outside of the repeated blocks" in str(error), error
+else:
+    raise AssertionError
+""",
     "another plan after zero1": """
 zero1 = Plan(parallel="zero1")
 for after in (Plan(parallel="ddp"), Plan(parallel="fsdp"), Plan(parallel="zero1", micro_batches=2)):

@@ -127,3 +127,18 @@ def test_a_second_model_whose_weights_are_in_bf16_is_left_as_it_is() -> None:
         out = wrapper(module, call)
         assert isinstance(out, torch.Tensor)
         assert (out.dtype, inside) == (expected, [module is trained])
+
+
+def test_a_pass_that_fails_leaves_the_gradients_that_were_there() -> None:
+    """They were lost: a script that goes on after running out of memory then stepped without them."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+
+    def fails(loss: Any) -> None:
+        loss.backward()
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss_scaled_backward([])((weight * 2).sum(), fails)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0]

@@ -150,3 +150,12 @@ def test_a_step_in_bf16_has_the_gradients_of_one_in_fp32() -> None:
         found.append(model.lstm.weight_ih_l0.detach() - before)
         step.close()
     assert float((found[1] - found[0]).norm() / found[0].norm()) < 0.05
+
+
+def test_inputs_are_given_by_torchs_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, states = nn.LSTM(4, 8), torch.randn(3, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+    with lstm_gradients_right():
+        assert torch.equal(layer(input=x, hx=states)[0], layer(x, states)[0])
+        wrong(monkeypatch)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(input=x, hx=states)[0].dtype == torch.float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -54,6 +54,12 @@ def test_a_table_as_json_and_as_text(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "table.json").read_text())[0]["flops"] == 1024.0
     write_table(tmp_path / "table.txt", ROWS)
     assert "aten::mm  [8, 16] [16, 4]  float32  Net.fc  train.py:3" in (tmp_path / "table.txt").read_text()
+
+
+@pytest.mark.parametrize("ending", ["csv", "json", "txt"])
+def test_a_line_of_a_file_whose_name_is_no_utf8_is_written(ending: str, tmp_path: Path) -> None:
+    write_table(tmp_path / f"table.{ending}", [replace(ROWS[0], line="caf\udce9.py:3")])
+    assert "caf\\udce9.py:3" in (tmp_path / f"table.{ending}").read_text(encoding="utf-8")
 
 
 def test_a_trace_is_compressed_where_its_name_says_so(tmp_path: Path) -> None:

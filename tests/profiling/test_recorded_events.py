@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatout.profiling.recorded_events import links_of, recorded
+from flatout.profiling.recorded_events import STEP, links_of, recorded
 from flatout.profiling.window import MOST_STEPS_UNCOUNTED, steps_to_profile
 
 
@@ -121,3 +121,13 @@ def test_kernels_where_the_profilers_events_alone_say_who_launched_them() -> Non
 )
 def test_the_window_is_bounded_by_operators(asked: int, operators: int | None, expected: int) -> None:
     assert steps_to_profile(asked, operators) == expected
+
+
+def test_labels_of_a_profiler_of_the_scripts_are_no_steps() -> None:
+    """`profiler.step()` of a script labels its own steps, which begin and end elsewhere, whatever it records."""
+    ours = [function_event(STEP, start, start + 10, annotation=True) for start in (0, 10)]
+    theirs = [function_event("ProfilerStep*", start, start + 10, annotation=True) for start in (-4, 6, 16)]
+    calls = [function_event("aten::mm", at, at + 1) for at in (5, 15)]
+    found = recorded(sorted([*ours, *theirs, *calls], key=lambda one: one.time_range.start), steps=2)
+    assert found.steps == 2
+    assert sum(one.name == "aten::mm" for one in found.events) == 2

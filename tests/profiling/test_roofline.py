@@ -96,6 +96,12 @@ def test_what_stays_in_caches_says_so() -> None:
     assert "caches" in found.reason
 
 
+def test_a_share_of_products_beyond_what_was_measured_says_so() -> None:
+    (found,) = roofline([row("matmul", dtype="float32", seconds=1, flops=200e9, size_bytes=1)], CEILINGS, device="cpu")
+    assert found.share_of_ceiling == 2.0
+    assert found.reason.startswith("above the rate that was measured")
+
+
 @pytest.mark.parametrize(
     ("ceilings", "device", "dtype", "reason"),
     [

@@ -140,6 +140,23 @@ def test_other_arguments_another_device_and_a_script_that_failed_are_caveats() -
     assert "the script ended with status 3: 2 of 4 runs" in several.caveats
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 5e-324, 1e300, 10**400])
+def test_a_sample_that_no_clock_measured_is_refused(seconds: float) -> None:
+    doc = run_document(1.0)
+    wrong = {**doc, "measurement": {**doc["measurement"], "samples_seconds": [seconds] * 9}}
+    with pytest.raises(UsageError, match=r"the second document has a sample of .* seconds; a step takes 1e-12 s to 1e"):
+        compare_documents(doc, wrong)
+
+
+def test_steps_of_unlike_batches_are_a_caveat() -> None:
+    def of(samples: float, seed: int) -> dict[str, Any]:
+        return {**run_document(1.0, seed=seed), "samples_per_step": samples}
+
+    (caveat,) = [one for one in compare_documents(of(32, 0), of(64, 1)).caveats if "samples" in one]
+    assert caveat.startswith("steps of unlike size: 32 and 64 samples a step")
+    assert not [one for one in compare_documents(of(32, 0), of(31.9, 1)).caveats if "samples" in one]
+
+
 def test_names_in_a_document_stay_on_their_line_and_drive_nothing() -> None:
     hostile = "a\x1b[2J\n::stop-commands::x"
     found = compare_documents(run_document(0.01, script=hostile), run_document(0.01, seed=1, script="train.py"))

@@ -20,9 +20,9 @@ from flatout.report.live_text import (
     live_rows,
     panel_line,
     panel_lines,
-    printable,
 )
 from flatout.script.epoch_progress import Epoch
+from flatout.terminal import printable
 from tests.live_states import FINDING, HOSTILE, gpu_reading, reading, run_state
 
 CEILINGS = Ceilings.from_json(

@@ -170,3 +170,10 @@ def test_what_ranks_wait_for_is_said_with_the_rank_and_the_part() -> None:
     assert "waits for other ranks: unknown, because" in run_text(seen, None)
     assert run_document(seen)["rank_balance"] is None
     assert run_document(seen)["rank_balance_unknown_because"] == "unknown, because"
+
+
+def test_names_and_errors_of_a_script_do_not_drive_the_terminal() -> None:
+    hostile = "a\x1b[2Jb\x9b31m\n"
+    shown = run_text(replace(summary(ALONE), name=hostile, plan_notes=(hostile,), applied=(hostile,)), hostile)
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert len(shown.split("\n")) == len(run_text(replace(summary(ALONE), plan_notes=("a",)), "b").split("\n"))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flatout.diagnose.checks import check_facts
 from flatout.diagnose.facts import Facts
@@ -26,6 +27,7 @@ from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
 from flatout.script.convolution_timing import ConvolutionTimer
 from flatout.script.gradient_watch import GradientWatch
+from flatout.script.loss_graph import end_of_graph
 from flatout.script.places import Places
 from flatout.script.source_facts import SourceFacts, read_source
 from flatout.script.tensor_calls import TensorCalls
@@ -390,6 +392,14 @@ def test_accumulation() -> None:
     model = net()
     summed = watched(accumulating(model, 1), model)
     assert (summed.backwards[0].scaled, summed.backwards[0].reduction) == (False, "mean")
+
+
+@pytest.mark.parametrize(("reduction", "seen"), [("mean", "mean"), ("sum", "sum")])
+def test_a_loss_of_torchs_is_reduced_as_it_was_asked(reduction: str, seen: str) -> None:
+    for loss in (functional.mse_loss, functional.smooth_l1_loss, functional.cross_entropy):
+        targets = torch.tensor([0, 1, 2]) if loss is functional.cross_entropy else torch.randn(3, 4)
+        made = loss(torch.randn(3, 4, requires_grad=True), targets, reduction=reduction)
+        assert end_of_graph(made, scaler=False) == (False, seen)
 
 
 @pytest.mark.parametrize(("apart", "callers"), [(True, 2), (False, 1)])

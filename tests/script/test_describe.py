@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
 from flatout.profiling.profile import evaluation_in_step
-from flatout.script.describe import breakdown, observe
+from flatout.script.describe import breakdown, names_device, observe
 from flatout.script.runner import Runner
 from flatout.script.spans import StepRow
 from tests.odd_defaults import odd_defaults
@@ -118,3 +119,8 @@ def test_the_parts_add_up_to_the_median_step_with_evaluation_where_it_has_some(
 
 def test_what_is_not_known_yet_to_be_called_in_every_step_is_no_evaluation() -> None:
     assert breakdown([row(0.01, 0.02, 0.3), *[row(0.31, 0.02)] * 5])["evaluation"] == 0.0
+
+
+def test_a_source_that_is_nested_too_deeply_names_no_device(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"total = {' + '.join(['1'] * 6000)}\n")
+    assert not names_device(str(tmp_path / "train.py"))

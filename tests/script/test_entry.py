@@ -32,6 +32,16 @@ SCRIPTS = {
     "exit negative": "import sys; sys.exit(-1)",
     "exit nothing": "import sys; sys.exit()",
     "exit object": "import sys; sys.exit([1, 2])",
+    "exit text into a closed stream": "import sys; sys.stderr.close(); sys.exit('a reason')",
+    "exit text without a stream": "import sys; sys.stderr = None; sys.exit('a reason')",
+    "exit object without a text": """
+        import sys
+        class Silent:
+            def __str__(self):
+                raise ValueError('no text')
+        sys.exit(Silent())
+    """,
+    "exit code that C cannot hold": "import sys; sys.exit(2**70)",
     "syntax": "print(1)\nif True:\n  x = (\n",
     "tabs": "if True:\n\tx = 1\n        y = 2\n",
     "import of what is not there": "import nowhere_to_be_found",
@@ -58,6 +68,15 @@ SCRIPTS = {
         sys.excepthook = hook
         raise ValueError(1)
     """,
+    "no hook": "import sys; del sys.excepthook; raise ValueError(1)",
+    "hook that is interrupted": """
+        import sys
+        def hook(kind, error, trace):
+            raise KeyboardInterrupt
+        sys.excepthook = hook
+        raise ValueError(1)
+    """,
+    "interrupt of a class of its own": "class Stopped(KeyboardInterrupt): pass\nraise Stopped('enough')",
     "last exception": """
         import atexit, sys
         atexit.register(lambda: print(sys.last_type, sys.last_value))
@@ -253,6 +272,19 @@ def test_what_python_runs_although_it_is_no_source_is_refused(tmp_path: Path) ->
     for path, kind in ((application, "zip application"), (compiled, "compiled file")):
         with pytest.raises(UsageError, match=rf"{path.name} is a {kind}; a script is Python source"):
             Target(path=str(path)).check_exists()
+
+
+def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('never')\n")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    for check in (Target.check_exists, Target.check):
+        with pytest.raises(UsageError, match=r"cannot read .*train.py: Permission denied; name a script"):
+            check(Target(path=str(script)))
 
 
 def test_a_script_in_a_pipe_is_not_read_before_it_runs(tmp_path: Path) -> None:

@@ -175,6 +175,14 @@ def test_a_child_has_the_users_sitecustomize_and_path(own: bool, tmp_path: Path)
     assert ("mine sitecustomize" in outputs[1].stdout) == own
 
 
+def test_a_child_starts_in_a_folder_that_was_removed(tmp_path: Path) -> None:
+    leave = "import os, sys; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')"
+    command = [sys.executable, "-c", f"{leave}; os.execv(sys.executable, [sys.executable, '-c', 'print(5)'])"]
+    env = {**os.environ, "PYTHONPATH": HOOK}
+    found = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert (found.stdout, found.stderr) == ("5\n", "")
+
+
 def test_the_first_optimizer_calls_once_and_leaves_torch_as_it_was() -> None:
     import torch
 

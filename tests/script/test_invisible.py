@@ -22,6 +22,15 @@ def test_an_odd_script_is_the_same_program(name: str, run_both: Callable[..., An
         assert (tmp_path / "log.csv").read_text() == "epoch,loss\n1,0.5\n"
 
 
+def test_a_module_of_the_scripts_own_may_be_called_torch(
+    write: Callable[..., Path], run_both: Callable[..., Any]
+) -> None:
+    write("torch.py", "value = 3\n")
+    report = write("train.py", "import torch; print(torch.value)\n").with_name("flatout-run.json")
+    run_both(["train.py"]).assert_equal()
+    assert report.is_file()
+
+
 def test_modules_of_the_scripts_folder_win(write: Callable[..., Path], run_both: Callable[..., Any]) -> None:
     names = ("calendar", "csv", "difflib", "fractions", "json", "resource", "statistics", "psutil", "tomli_w")
     for name in names:

@@ -48,6 +48,8 @@ LIBRARY = "/x/site-packages"
         (["/s/train.py", f"{LIBRARY}/torch/autograd/__init__.py", "/s/round.py"], "backward", "round.py"),
         (["/s/train.py", f"{LIBRARY}/torch/optim/adam.py"], "optimizer", "train.py"),
         (["/s/train.py", f"{LIBRARY}/torch/serialization.py"], "disk", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/numpy/lib/_npyio_impl.py"], "disk", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/numpy/lib/_function_base_impl.py"], "script", "train.py"),  # np.percentile
     ],
 )
 def test_what_a_stack_is_doing(stack: list[str], activity: str, file: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -129,3 +130,34 @@ def test_an_optimizer_of_the_scripts_own_is_the_optimizer() -> None:
     death = inspect_death(caught.value, Subject())
     assert death is not None
     assert death.part == "optimizer"
+
+
+class Closed(Mapping[str, Any]):
+    """As a file's: what it lists cannot be read any more."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError("closed file")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Strange:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("no attributes")
+
+
+def test_variables_that_cannot_be_looked_into_do_not_end_the_report() -> None:
+    def train() -> None:
+        closed, strange, held = Closed(), Strange(), torch.zeros(1 << 20)  # noqa: F841
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    try:
+        train()
+    except torch.OutOfMemoryError as error:
+        found = inspect_death(error, Subject())
+    assert found is not None
+    assert "held" in [one.name for one in found.holders]

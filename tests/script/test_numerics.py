@@ -129,7 +129,8 @@ def test_noise_is_a_share_of_each_gradients_size_and_leaves_zeros(tmp_path: Path
     weight, unused = torch.nn.Parameter(torch.ones(200, 50)), torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
     weight.grad[100:] = 0
-    before, noise = weight.grad.clone(), GradientNoise(0.01)
+    before, noise = weight.grad.clone(), GradientNoise([0.01])
+    noise.next_step()
     noise.add_to([weight, unused])
     first = weight.grad - before
     assert float(first.norm() / before.norm()) == pytest.approx(0.01, rel=0.1)
@@ -139,9 +140,19 @@ def test_noise_is_a_share_of_each_gradients_size_and_leaves_zeros(tmp_path: Path
     assert not torch.equal(weight.grad - before, 2 * first)  # each step has its own
 
 
+def test_each_step_draws_one_of_the_shares() -> None:
+    weight, noise, found = torch.nn.Parameter(torch.zeros(2000)), GradientNoise([0.01, 0.1]), set()
+    for _ in range(8):
+        weight.grad = torch.ones(2000)
+        noise.next_step()
+        noise.add_to([weight])
+        found.add(round(float((weight.grad - 1).norm() / 2000**0.5), 2))
+    assert found == {0.01, 0.1}
+
+
 def test_a_run_with_noisy_gradients_differs_by_as_much_at_each_check_step(tmp_path: Path) -> None:
     Watched().record(6, role="reference", folder=str(tmp_path), checks=(0, 3))
-    noisy = Watched().record(6, role="checked", folder=str(tmp_path), gradient_noise=0.01)
+    noisy = Watched().record(6, role="checked", folder=str(tmp_path), gradient_noise=(0.01,))
     assert [check.replaced for check in noisy.checks] == [False, False]
     for check in noisy.checks:
         size = sum(gradient.size**2 for gradient in check.gradients) ** 0.5
@@ -255,9 +266,9 @@ def test_an_update_by_hand_is_made_from_the_plain_gradients_too(tmp_path: Path) 
 
 def test_noise_goes_into_updates_by_hand(tmp_path: Path) -> None:
     ByHand().record(6, role="reference", folder=str(tmp_path), checks=(0, 3))
-    noisy = ByHand().record(6, role="checked", folder=str(tmp_path), gradient_noise=0.01)
+    noisy = ByHand().record(6, role="checked", folder=str(tmp_path), gradient_noise=(0.01,))
     assert [0.001 < one.updates[0].error / one.updates[0].moved < 0.03 for one in noisy.checks] == [True, True]
-    assert ByHand().record(3, gradient_noise=0.01).losses != ByHand().record(3).losses
+    assert ByHand().record(3, gradient_noise=(0.01,)).losses != ByHand().record(3).losses
 
 
 def test_a_sparse_gradient_is_replaced_in_its_own_rows() -> None:
@@ -333,3 +344,69 @@ def test_a_generator_of_a_gpu_counts_once_a_number_was_drawn_from_it(monkeypatch
     for state, same in ((torch.cat([seed, unused]), True), (torch.cat([seed, drawn.to(torch.uint8)]), False)):
         monkeypatch.setattr(reference, "generator_states", lambda state=state: {**generator_states(), "cuda": [state]})
         assert (reference.generator_digest() == plain) is same
+
+
+def test_equal_infinities_differ_by_nothing() -> None:
+    """As in the mask of an attention: it made every later comparison NaN, which passes any limit."""
+    mask = torch.triu(torch.full((3, 3), -torch.inf), 1) + torch.eye(3)
+    (same,) = reference._differences({"mask": mask}, {"mask": mask.clone()}, {}, True)
+    assert same[1:3] == (0.0, pytest.approx(3**0.5))
+    for other in (torch.nan, 0.0, torch.inf):
+        (found,) = reference._differences({"mask": mask}, {"mask": mask.nan_to_num(neginf=other)}, {}, True)
+        assert found[1] == torch.inf
+
+
+def test_a_gradient_that_is_not_finite_says_nothing_and_one_beside_a_finite_one_is_wrong() -> None:
+    finite, overflowed = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.inf])
+    assert reference._error(overflowed, torch.tensor([torch.nan, 2.0])) == (0.0, 0.0, 0.0)
+    assert reference._error(finite, overflowed) == (torch.inf, pytest.approx(5**0.5), 0.0)
+
+
+def test_numbers_in_64_bits_are_compared_in_64_bits() -> None:
+    """In 32 bits an update of a billionth was nothing, and so was a lost one."""
+    before = torch.ones(4, dtype=torch.float64)
+    after = before + 1e-9
+    (lost,) = reference._differences({"w": after}, {"w": before}, {"w": before}, True)
+    assert lost[1] == lost[2] == pytest.approx(2e-9)
+
+
+def test_the_imaginary_part_counts() -> None:
+    plain, mine = torch.tensor([1.0 + 2.0j]), torch.tensor([1.0 - 2.0j])
+    assert reference._error(plain, mine) == (4.0, pytest.approx(5**0.5), pytest.approx(-3.0))
+    (found,) = reference._differences({"w": plain}, {"w": mine}, {}, True)
+    assert found[1] == 4.0
+
+
+def test_the_digest_of_buffers_sees_counters() -> None:
+    one, other = Watched(norm=True), Watched(norm=True)
+    other.model[1].num_batches_tracked += 1
+    assert one.record(0).buffer_digest != other.record(0).buffer_digest
+
+
+class Momenta(torch.optim.Optimizer):
+    """A script's own: it keeps a tensor and no dict for each parameter, and a counter of all steps under a name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["taken"] = torch.zeros(1)  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["taken"] += 1  # type: ignore[index]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = 0.9 * self.state.get(parameter, torch.zeros(1)) + parameter.grad
+            parameter.sub_(0.1 * self.state[parameter])
+
+
+def test_an_optimizer_may_keep_its_state_as_it_likes(tmp_path: Path) -> None:
+    def watched() -> Watched:
+        found = Watched(optimizer=False)
+        found.optimizer = Momenta(found.model.parameters())
+        found.subject.optimizers.add(found.optimizer)
+        return found
+
+    plain = watched().record(4, role="reference", folder=str(tmp_path), checks=(1, 3))
+    other = watched()
+    checked = other.record(4, role="checked", folder=str(tmp_path))
+    assert checked.weight_digest == plain.weight_digest
+    assert sorted(reference.optimizer_state(other.subject)) == ["0.0.", "0.1.", "0.taken"]

@@ -58,6 +58,8 @@ def test_calls_have_their_lines_and_options() -> None:
         ("for x in loader:\n    loss.backward()", False),
         ("for _ in range(8):\n    def closure():\n        loss.backward()\n    opt.step(closure)", False),
         ("while True:\n    loss.backward()", False),
+        ("for _ in range(8):\n    loss.backward(); optimizer.step()", False),
+        ("for _ in range(8):\n    loss.backward(); scheduler.step()", True),
     ],
 )
 def test_loops_that_do_the_same_again(loop: str, repeats: bool) -> None:
@@ -379,3 +381,19 @@ def test_schedulers_that_nothing_uses(text: str, found: bool) -> None:
 def test_a_scheduler_that_another_file_steps_is_used() -> None:
     texts = {"make.py": "scheduler = StepLR(opt, 2)\n", "train.py": "make.scheduler.step()\n"}
     assert not SourceFacts.of(texts).unused_schedulers
+
+
+def test_lines_are_counted_as_python_counts_them(tmp_path: Path) -> None:
+    """A form feed ends no line; a byte order mark is no part of the source."""
+    (tmp_path / "train.py").write_bytes(b"\xef\xbb\xbfimport torch\r\n\x0c\r\nloss.backward()\r\n")
+    found = read_source([str(tmp_path / "train.py")], str(tmp_path))
+    assert not found.unreadable
+    assert found.lines_calling("backward") == (("train.py", 3, "loss.backward()"),)
+
+
+def test_expressions_of_any_depth_are_read() -> None:
+    deep = " + ".join(["x"] * 600)
+    source = f"for x in loader:\n    print({deep})\n    rate = rate / ({deep})\n    loss.backward()\n"
+    found = SourceFacts.of({"train.py": source})
+    assert [one.arguments for one in found.calling("print")] == [("...",)]
+    assert not found.loss_divided

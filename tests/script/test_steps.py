@@ -101,3 +101,14 @@ def test_long_accumulation_is_no_step_but_hundreds_of_passes_are() -> None:
     assert finder.kind == "gradient"
     feed(finder, "bAbA")
     assert (finder.kind, finder.steps) == ("optimizer", 2)
+
+
+def test_an_optimizer_that_is_gone_does_not_lend_its_identity() -> None:
+    finder = StepFinder()
+    feed(finder, "AAABBB")
+    finder.forget(ord("A"))
+    assert feed(finder, "AAA") == [True, True, True]  # another one
+    assert finder.steps == 9
+    finder.forget(ord("A"))
+    assert feed(finder, "BB") == [True, True]  # nothing else is there to lead
+    assert (finder.steps, finder.optimizers) == (11, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import signal
 import sys
 import threading
 import warnings
@@ -374,7 +375,14 @@ def test_a_module_that_compares_by_value_works(runner: Runner) -> None:
 
     with pytest.raises(TypeError, match="unhashable"):
         hash(Scale.__new__(Scale))
-    assert Scale(2.0)(torch.ones(1)).item() == 2.0
+    scale = Scale(2.0)
+    assert scale(torch.ones(1)).item() == 2.0
+    runner.watch.open_window()
+    optimizer_loop(1)
+    for _ in range(2):
+        with torch.no_grad():
+            assert scale(torch.ones(1)).item() == 2.0
+    runner.watch.close_window()
 
 
 def test_a_model_that_is_dropped_is_freed(runner: Runner) -> None:
@@ -455,6 +463,27 @@ def test_an_error_of_ours_is_not_the_scripts(monkeypatch: pytest.MonkeyPatch) ->
     assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
 
 
+def test_what_a_handler_of_the_script_raises_is_the_scripts(runner: Runner) -> None:
+    """Wherever it comes: an alarm that ends training must not be lost because it went off in a function of ours."""
+
+    class Late(Exception):
+        pass
+
+    def late(number: int, frame: object) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGUSR1, late)
+    try:
+        runner.at_second.append(lambda now: signal.raise_signal(signal.SIGUSR1))
+        with pytest.raises(Late):
+            optimizer_loop(5)
+        runner.at_second.clear()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    optimizer_loop(5)
+    assert runner.watch.enabled
+
+
 class Ticks:
     """A clock by which a step takes 0.1 ms, however busy the machine is."""
 
@@ -499,6 +528,26 @@ def test_a_short_phase_with_another_optimizer_is_counted_too(runner: Runner) -> 
     optimizer_loop(30)
     runner.ended()
     assert runner.record.steps == 90
+
+
+def test_an_optimizer_that_is_gone_is_forgotten(runner: Runner) -> None:
+    """In cross-validation each fold has its own, which often lies where that of an earlier fold was: its steps were
+    taken for those of one that takes turns with the leader."""
+    for steps in (60, 30, 30):
+        optimizer_loop(steps)
+        gc.collect()
+        assert runner.watch.finder.optimizers == 0
+        assert runner.watch.finder.leader is None
+    runner.ended()
+    assert runner.record.steps == 120
+
+
+def test_a_loader_may_return_any_iterator(runner: Runner) -> None:
+    class Listed(DataLoader[torch.Tensor]):
+        def _get_iterator(self) -> Any:
+            return iter([torch.ones(2, 3), torch.zeros(2, 3)])  # takes no weak references
+
+    assert len(list(Listed(TensorDataset(torch.zeros(4, 3))))) == 2
 
 
 def test_a_loader_that_is_made_anew_for_every_epoch_feeds_training(runner: Runner) -> None:

@@ -9,7 +9,8 @@ from flatout.levers.lever import Choice
 from flatout.search.deadline import Deadline
 from flatout.search.lines import not_tried_lines, nothing_found, reach_lines
 from flatout.search.search import enough_for
-from flatout.search.trial import NotTried
+from flatout.search.trial import NotTried, Trial
+from flatout.sequential import compare_so_far
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import budget_option
 
@@ -49,3 +50,12 @@ def test_what_would_be_enough_has_the_same_share_for_the_proof() -> None:
     assert enough_for(90.0, whole.reserving(40.0)) == 150.0
     assert enough_for(90.0, whole.reserving(80.0)) == 180.0  # of a larger budget the proof needs a smaller share
     assert budget_option(42.0) == "--budget 50s"
+
+
+def test_what_was_faster_and_is_not_kept_is_not_said_to_be_of_no_help() -> None:
+    faster = compare_so_far([(2.0, 1.0)] * 8, least_gain=0.01)
+    given_back = Trial(
+        label="threads 2", choices={"threads": 2}, exactness="rounding", outcome="dropped", reason="", comparison=faster
+    )
+    said = nothing_found(SearchState(trials=[given_back]), 40.0, budget_option)
+    assert said == "nothing is kept: what was faster did not hold, or does not pay off"

@@ -21,6 +21,13 @@ from flatout.serve.run_folder import StateFile
 from tests.live_states import FINDING, HOSTILE, gpu_reading, reading, run_state
 
 
+def test_a_script_whose_name_is_no_utf8_has_a_page_too(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "runs")
+    file.write(run_state(script="caf\udce9.py"))
+    assert file.folder is not None
+    assert b"<title>caf?.py" in RunPages(file.folder, sensors=Source()).page("nonce")
+
+
 class Source:
     """Sensors of a machine with one GPU."""
 

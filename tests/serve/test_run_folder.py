@@ -136,12 +136,24 @@ def test_a_clock_that_was_set_back_removes_no_run_that_goes_on(tmp_path: Path) -
         ('{"flatout": {"document": "run", "schema": 1}}', "a 'run-state' is needed here"),
         ('{"flatout": {"document": "run-state", "schema": 1}, "pid": "x"}', "is not the state of a run: RunState.pid"),
         ('{"flatout": {"document": "run-state", "schema": 99}}', "update Flatout"),
+        ('{"flatout": {"document": "run-state", "schema": 1}, "step_seconds": NaN}', "NaN is no JSON"),
     ],
 )
 def test_what_is_no_state_is_refused(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / STATE).write_text(text)
     with pytest.raises(UsageError, match=why):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"run_seconds": 1e300}, {"step_seconds": 1e300}, {"step_curve": (1e300,)}])
+def test_durations_of_centuries_are_no_state(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = _planted(tmp_path, "run-1-1", run_state(**changes))
+    with pytest.raises(UsageError, match="it took more than"):
+        read_run(folder)
+
+
+def test_a_number_that_no_process_has_is_one_that_is_gone(tmp_path: Path) -> None:
+    assert read_run(_planted(tmp_path, "run-1-1", run_state(pid=-1))).condition == "killed"
 
 
 def test_a_pipe_or_a_huge_file_is_not_read(tmp_path: Path) -> None:

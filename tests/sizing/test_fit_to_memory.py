@@ -11,6 +11,7 @@ from torch import nn
 
 import flatout
 from flatout.errors import MachineError, UsageError
+from flatout.memory.fake_run import is_fake
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
 from flatout.sizing import fit_to_memory as fitting
@@ -280,3 +281,25 @@ def test_a_loss_that_looks_at_its_scores_is_not_offered_the_chunked_one() -> Non
     assert found.plan.loss is None
     assert any(line.startswith("loss chunked: ") and "are used by" in line for line in found.left_out)
     step.close()
+
+
+class Tight(nn.Module):
+    """Runs out of memory with more than 8 real samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if len(x) > 8 and not is_fake(x):
+            raise torch.OutOfMemoryError("too many")
+        return self.layers(x)
+
+
+def test_a_size_that_is_timed_fits_whole() -> None:
+    """By default a step would split it and go on, and parts would be timed in its place."""
+    model = Tight()
+    step = TrainStep(model, torch.optim.Adam(model.parameters()), flatout.supervised(nn.CrossEntropyLoss()))
+    batch = torch.randn(32, 64), torch.arange(32) % 4
+    limit = int(0.9 * flatout.forecast(step, batch).peak_bytes)
+    assert fit_to_memory(limit, step, batch, progress=lambda line: None).timed_by == "real steps of 8 samples"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import flatout
+from flatout.arguments import as_bytes
 from flatout.data.nested import repeat_batch
 from flatout.errors import MachineError, UsageError
 from flatout.memory.real_run import LimitedRun
@@ -200,3 +202,35 @@ def test_cuda_without_a_number_is_the_current_device(monkeypatch: pytest.MonkeyP
     OfCuda(monkeypatch)
     assert find_target("cuda", mlp()).name == "cuda:0"
     assert find_target("cuda:1", mlp()).multiprocessors == 128
+
+
+def test_a_loss_that_differentiates_by_itself_is_tried_in_training() -> None:
+    def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_(True)
+        (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return found.square().sum(1).mean() + model(x).square().mean()
+
+    model, said = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), list[str]()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), penalty)
+    found = largest_batch(step, torch.randn(8, 8), limit="1 MiB", at_most=16, progress=said.append)
+    assert found.batch_size == 16
+    assert any("cannot be evaluated without gradients, so only training was tried: RuntimeError" in one for one in said)
+
+
+def test_a_single_sample_that_batch_norm_cannot_take_is_no_size() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), flatout.supervised(nn.CrossEntropyLoss()))
+    batch = (torch.randn(8, 8), torch.arange(8) % 4)
+    with pytest.raises(MachineError, match=r"takes more than"):
+        largest_batch(step, batch, limit="1 KiB", progress=lambda line: None)
+
+
+@pytest.mark.parametrize("limit", [float(1 << 30), np.int64(1 << 30), "1 GiB", " 1 gib "])
+def test_a_limit_in_any_form(limit: Any) -> None:
+    assert as_bytes(limit, "limit") == 1 << 30
+
+
+@pytest.mark.parametrize("limit", [0, -1, 0.5, float("nan"), float("inf"), True, 10**400, "0", "nan", "-1", "1e9", ""])
+def test_a_limit_that_is_none(limit: Any) -> None:
+    with pytest.raises(UsageError, match=r"whole number of bytes above 0|is not a size"):
+        as_bytes(limit, "limit")

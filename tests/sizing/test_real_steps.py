@@ -133,3 +133,37 @@ class Recurrent(nn.Module):
     def forward(self, x: Any) -> Any:
         scores = self.head(self.lstm(x)[0][:, -1])
         return scores * 2 if scores.sum() > 1e9 else scores
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.norm(self.first(x))
+        return self.last(hidden if hidden.sum().item() < 1e9 else hidden * 2)
+
+
+def test_batch_norm_gets_more_than_one_sample() -> None:
+    model = Norm()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
+    batch = (torch.randn(8, 8), torch.arange(8) % 4)
+    assert forecast(step, batch).method == "real steps of 2 and 4 and 6 samples, extrapolated"
+    with pytest.raises(UsageError, match=r"real steps of 2 and 4 samples would be measured, .* has 3 samples"):
+        forecast(step, (batch[0][:3], batch[1][:3]))
+
+
+class Keeps(Norm):
+    def forward(self, x: Any) -> Any:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = Keeps()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
+    batch = (torch.randn(8, 8), torch.arange(8) % 4)
+    step(batch)
+    with pytest.raises(UsageError, match="the model cannot be copied"):
+        forecast(step, batch)

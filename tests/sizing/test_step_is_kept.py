@@ -320,3 +320,97 @@ def test_a_plan_that_is_none_leaves_the_step_as_it_is() -> None:
         step.with_plan("bf16")  # type: ignore[arg-type]
     assert step.model[0].__dict__["_compiled_call_impl"] is not None
     step.close()
+
+
+class Angles(nn.Module):
+    """A loss with weights and statistics of its own, which the optimizer trains too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(500, 16))
+
+    def forward(self, model: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]) @ self.centres.t(), batch[1])
+
+
+def with_own_loss() -> tuple[TrainStep, Angles]:
+    torch.manual_seed(0)
+    model, loss = nn.Linear(8, 16), Angles()
+    return TrainStep(model, torch.optim.Adam([*model.parameters(), *loss.parameters()]), loss), loss
+
+
+PAIR = torch.randn(8, 8), torch.arange(8) % 4
+
+
+def test_weights_of_the_loss_are_kept_and_counted() -> None:
+    step, loss = with_own_loss()
+    before = loss.centres.detach().clone()
+    flatout.largest_batch(step, PAIR, limit="1 GiB", at_most=16, progress=quiet)
+    assert torch.equal(loss.centres, before)
+    found = flatout.forecast(step, PAIR)
+    own = sum(one.nbytes for one in (*step.model.parameters(), *loss.parameters()))
+    assert (found.categories["weights"], found.categories["gradients"]) == (own, own)
+
+
+class Buffered(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(8, 16), nn.Linear(16, 4), kind
+        with torch.inference_mode(kind == "inference"):
+            made = torch.ones(1, 16).expand(8, 16) if kind == "expanded" else torch.eye(16)
+            if kind in ("sparse_coo", "sparse_csr"):
+                made = made.to_sparse(layout=getattr(torch, kind))
+        self.register_buffer("table", made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.kind.startswith("sparse"):
+            hidden = (self.table @ hidden.t()).t()
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference", "sparse_coo", "sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_models_with_buffers_that_cannot_be_written_as_others(kind: str) -> None:
+    model = Buffered(kind)
+    step = TrainStep(model, torch.optim.Adam(model.parameters()), LOSS)
+    step(PAIR)
+    before = [one.detach().clone() for one in model.parameters()]
+    found = flatout.largest_batch(step, PAIR, at_most=16, progress=quiet)
+    assert found.batch_size == 16
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Slow(torch.optim.Optimizer):
+    """Its step needs an attribute that torch's copies leave out."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.share = 0.05
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.add_(one.grad, alpha=-group["lr"] * self.share)
+
+
+def test_an_optimizer_of_the_users_own_is_copied_whole() -> None:
+    model = nn.Linear(8, 4)
+    step = TrainStep(model, Slow(model.parameters()), LOSS)
+    assert flatout.forecast(step, PAIR).method == "fake run"
+    flatout.largest_batch(step, PAIR, limit="1 GiB", at_most=8, progress=quiet)
+    flatout.batch_curve(step, PAIR, at_most=8, seconds=0.05, progress=quiet)
+
+
+def test_a_forecast_leaves_a_second_model_alone() -> None:
+    torch.manual_seed(0)
+    generator = nn.Linear(4, 6)
+    critic = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    before = {name: one.clone() for name, one in critic.state_dict().items()}
+    step = TrainStep(generator, torch.optim.Adam(generator.parameters()), lambda model, z: -critic(model(z)).mean())
+    flatout.forecast(step, torch.randn(8, 4))
+    flatout.fit_to_memory("1 GiB", step, torch.randn(8, 4), device="h100", progress=quiet)
+    assert all(one.grad is None for one in critic.parameters())
+    assert all(torch.equal(before[name], one) for name, one in critic.state_dict().items())

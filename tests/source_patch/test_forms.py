@@ -79,7 +79,7 @@ def test_every_choice_of_a_script_has_a_form_or_a_reason() -> None:
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"threads": 1}, "+\n+torch.set_num_threads(1)\n"),
-    ({"flush_denormals": True, "threads": 2}, "+\n+torch.set_flush_denormal(True)\n+torch.set_num_threads(2)\n"),
+    ({"flush_denormals": True, "threads": 2}, "+\n+torch.set_num_threads(2)\n+torch.set_flush_denormal(True)\n"),
     ({"cudnn_benchmark": True}, "+\n+torch.backends.cudnn.benchmark = True\n"),
     ({"matmul_precision": "high"}, '+\n+torch.set_float32_matmul_precision("high")\n'),
     (
@@ -550,3 +550,19 @@ def test_whatever_holds_tensors_is_cast(made: Callable[..., Any], parts: Callabl
     scores, rest = parts(found)
     assert (scores.dtype, rest[0].dtype, rest[1]) == (torch.float32, torch.float32, 3)
     assert parts(given)[0].dtype == torch.bfloat16  # the model may keep what it returned
+
+
+def test_what_is_off_in_the_plan_changes_nothing(tmp_path: Path) -> None:
+    """`flush_denormals = false` turned them on."""
+    off: dict[str, Any] = {"flush_denormals": False, "pin_memory": False, "non_blocking": False, "precision": "fp32"}
+    patch = patch_for(tmp_path, EPOCHS, **off)
+    assert (patch.files, patch.changes, patch.left) == ((), (), ())
+    assert "cudnn.benchmark = False" in changed_lines(patch_for(tmp_path, PLAIN, cudnn_benchmark=False))
+
+
+def test_noise_of_images_is_told_to_be_another(tmp_path: Path) -> None:
+    source = STEP.format(more="", forward="return self.layer(x)", step="loss = model(x).sum()")
+    (plain,) = patch_for(tmp_path, source, memory_format="channels_last").changes
+    (noisy,) = patch_for(tmp_path, source + "# randn_like(x)\n", memory_format="channels_last").changes
+    assert len(plain.notes) == 1
+    assert "other random numbers" in noisy.notes[1]

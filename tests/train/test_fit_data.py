@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from flatout.data.batches import Batches
+from flatout.data.batches import Batches, batches
 from flatout.data.checksums import checksum
 from flatout.data.given_batches import GivenBatches, batches_of
 from flatout.data.stream import Stream
@@ -167,3 +167,29 @@ def test_what_is_no_tensor_counts_as_well() -> None:
     assert checksum(batch) == checksum({**batch, "x": X.clone(), "ids": np.arange(3), "odd": {4}})
     for other in ({"names": ["a", "c"]}, {"ids": np.arange(1, 4)}, {"texts": np.array(["d", None], dtype=object)}):
         assert checksum({**batch, **other}) != checksum(batch)
+
+
+class Scaling(DataLoader[Any]):
+    """A loader that changes its batches."""
+
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield 0 * x, y
+
+
+def test_a_loader_of_a_class_of_its_own_is_taken_as_it_is(tmp_path: Path) -> None:
+    loader = Scaling(TensorDataset(X, Y), 20)
+    seen: list[float] = []
+    step = training()
+    inner = step.loss_fn
+    step.loss_fn = lambda model, batch: (seen.append(float(batch[0].abs().sum())), inner(model, batch))[1]
+    fit(step, loader, epochs=1)
+    assert seen == [0.0, 0.0, 0.0]
+    with pytest.raises(UsageError, match="the loader is a Scaling, which makes batches in a way of its own"):
+        batches(loader)
+
+
+def test_conjugated_and_negated_batches_are_compared_as_their_values(tmp_path: Path) -> None:
+    z = torch.view_as_complex(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)))
+    for odd in (z.conj(), z.conj().imag):
+        assert checksum(odd) == checksum(odd.clone().resolve_conj().resolve_neg())

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import batches
 from flatout.errors import MachineError, UsageError
+from flatout.plan import Plan
 from flatout.train.evaluate import evaluate
-from flatout.train.fit import fit
+from flatout.train.fit import FitResult, fit
 from flatout.train.loggers import CSVLog
 from flatout.train.step import TrainStep
 
@@ -141,3 +143,106 @@ def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match=r"file/log\.csv cannot be written: "):
         fit(training(), batches(X, 4), epochs=1, loggers=[CSVLog(tmp_path / "file" / "log.csv")])
+
+
+def halved(epochs: int, evaluation: Any, folder: Path | None, **options: Any) -> tuple[float, FitResult]:
+    step = training()
+    scheduler = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
+    done = fit(
+        step,
+        batches(X, 4),
+        epochs=epochs,
+        evaluation=evaluation,
+        checkpoints=folder,
+        epoch_scheduler=scheduler,
+        **options,
+    )
+    return step.optimizer.param_groups[0]["lr"], done
+
+
+@pytest.mark.parametrize(
+    "wrong", [KeyError("of the user's"), "no dict", {"loss": None}], ids=["raised", "text", "none"]
+)
+@pytest.mark.parametrize("patience", [None, 5])
+def test_an_epoch_whose_evaluation_fails_is_saved_and_evaluated_again(
+    tmp_path: Path, wrong: Any, patience: int | None
+) -> None:
+    def fails() -> Any:
+        if isinstance(wrong, Exception):
+            raise wrong
+        return wrong
+
+    with pytest.raises((KeyError, UsageError)):
+        halved(3, fails, tmp_path, patience=patience)
+    rate, done = halved(3, lambda: {"loss": 1.0}, tmp_path, patience=patience)
+    assert (done.resumed_at_step, done.steps, len(done.evaluations)) == (3, 6, 3)
+    assert rate == 0.1 * 0.5**3
+    whole = halved(3, lambda: {"loss": 1.0}, None)[1]
+    assert done.loss == whole.loss
+
+
+def test_an_epoch_without_the_metric_is_evaluated_again(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="metric is 'loss'; the figures of an epoch are 'train_loss', 'error'"):
+        halved(2, lambda: {"error": 1.0}, tmp_path, patience=3)
+    rate, done = halved(2, lambda: {"loss": 1.0}, tmp_path, patience=3)
+    assert (rate, len(done.evaluations)) == (0.1 * 0.5**2, 2)
+
+
+def test_a_scheduler_is_stepped_in_one_place() -> None:
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), scheduler=scheduler)
+    with pytest.raises(
+        UsageError, match=r"the step's scheduler, a StepLR, is the epoch_scheduler too; .*one of the two"
+    ):
+        fit(step, batches(X, 4), epochs=1, epoch_scheduler=scheduler)
+
+
+class Unstorable:
+    def state_dict(self) -> Any:
+        return {"place": Path("a")}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_what_cannot_be_saved_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = training()
+    with pytest.raises(UsageError, match=r"state\['objects'\]\['own'\]\['place'\] is of type pathlib"):
+        fit(step, batches(X, 4), epochs=1, objects={"own": Unstorable()}, checkpoints=tmp_path / "a")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(UsageError, match=f"checkpoints cannot be written to .*b: {tmp_path} may not be written"):
+        fit(step, batches(X, 4), epochs=1, checkpoints=tmp_path / "b")
+    assert step.steps == 0
+
+
+@pytest.mark.parametrize("extra", [7, "a note", [1], {"fit": 3}])
+def test_a_checkpoint_of_a_loop_of_ones_own_is_continued(tmp_path: Path, extra: Any) -> None:
+    step, source = training(), batches(X, 4)
+    for batch in source:
+        step(batch)
+        break
+    Checkpoints(tmp_path).save(capture(step, source, extra=extra), step=1)
+    done = fit(training(), batches(X, 4), epochs=1, checkpoints=tmp_path)
+    assert (done.resumed_at_step, done.steps) == (1, 2)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("terms", [torch.ones(2), "4", -1, float("nan"), torch.tensor(1j)], ids=str)
+def test_terms_that_are_no_number_are_refused(terms: Any, parts: int) -> None:
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_fn = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    step = TrainStep(model, optimizer, loss_fn, Plan(micro_batches=parts), count_terms=lambda batch: terms)
+    with pytest.raises(UsageError, match=r"count_terms returned .*; it returns how many terms"):
+        fit(step, batches(X, 4), epochs=1)
+    step.count_terms = lambda batch: np.int64(4)
+    assert fit(step, batches(X, 4), epochs=1).steps == 3
+
+
+def test_complex_figures_are_refused() -> None:
+    step = training(lambda model, batch: (model(batch).square().mean(), {"phase": torch.tensor(1j)}))
+    with pytest.raises(UsageError, match=r"loss_fn returned a Tensor of shape .* as the figure 'phase'"):
+        step(X)
+    with pytest.raises(UsageError, match="metrics returned a Tensor as the figure 'phase'"):
+        evaluate(step.model, [X], lambda model, batch: {"phase": torch.ones(12) * 1j})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatout.profiling.following import OperatorFollower
 from flatout.train.flops import count_step
 
 
@@ -56,3 +57,39 @@ def test_attention() -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
     assert flops(lambda: attend(q, k, v)) == forward
     assert flops(lambda: attend(q, k, v).sum().backward()) == 3.5 * forward
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+@pytest.mark.parametrize("multiply", [torch.mm, torch.sparse.mm], ids=["mm", "sparse.mm"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_of_a_sparse_matrix_only_what_is_stored_is_multiplied(layout: torch.layout, multiply: Any) -> None:
+    """As a graph network multiplies by its adjacency."""
+    places, stored = torch.tensor([[0, 5, 9, 70], [3, 3, 8, 99]]), 4
+    matrix = torch.sparse_coo_tensor(places, torch.ones(stored), (100, 100), is_coalesced=True).to_sparse(layout=layout)
+    x = torch.randn(100, 7, requires_grad=True)
+    forward = 2 * stored * 7
+    assert flops(lambda: multiply(matrix, x)) == forward
+    assert flops(lambda: multiply(matrix, x).sum().backward()) == 2 * forward
+    with OperatorFollower() as follower:
+        multiply(matrix, x.detach())
+    assert sum(one.flops or 0.0 for one in follower.operators) == forward
+    (product,) = [one for one in follower.operators if one.flops]
+    assert product.size_bytes < 3 * 100 * 7 * 4 + 2000  # not the 40 kB of a dense matrix
+
+
+def test_products_that_torch_does_not_count() -> None:
+    a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
+    assert flops(lambda: torch.addbmm(torch.randn(3, 5), a, b)) == 2 * 2 * 3 * 4 * 5
+    small = torch.ones(32, 32, dtype=torch.int8)
+    assert flops(lambda: torch._int_mm(small, small)) == 2 * 32**3
+
+
+def test_counting_leaves_a_gradient_penalty_alone() -> None:
+    """The gradient of a module's own input, which the hooks of torch's counter do not allow."""
+    critic, x = torch.nn.Linear(5, 7, bias=False), torch.randn(3, 5, requires_grad=True)
+
+    def step() -> None:
+        (gradient,) = torch.autograd.grad(critic(x).pow(2).sum(), x, create_graph=True)
+        gradient.norm().backward()
+
+    assert flops(step) == 2 * 3 * 5 * 7 * 6

@@ -153,3 +153,11 @@ def test_a_step_brings_model_metrics_and_precision() -> None:
     )
     found = evaluate(weighted, [*parts(41), (X[:5] + 9, Y[:5])])
     assert found["loss"] == pytest.approx(evaluate(network, parts(41), step.metrics)["loss"])
+
+
+def test_two_figures_of_one_name_are_refused() -> None:
+    def metrics(model: Any, batch: Any) -> dict[str, Any]:
+        return {"f_x": torch.ones(4), "f": over_all(lambda rows: {"x": 1.0}, batch)}
+
+    with pytest.raises(UsageError, match="two figures are named 'f_x'; one is of 'f', computed over all items"):
+        evaluate(torch.nn.Linear(1, 1), [torch.ones(4, 1)], metrics)

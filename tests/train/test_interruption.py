@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from flatout.checkpoint.folder import Checkpoints
+from flatout.data import given_batches
 from flatout.data.batches import batches
 from flatout.train.fit import fit
 from flatout.train.interruption import stop_on_signals
@@ -209,3 +210,48 @@ def saved(folder: Path) -> int:
     latest = Checkpoints(folder).latest()
     assert latest is not None
     return latest.step
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_processes_that_are_forked_meanwhile_can_be_ended() -> None:
+    """They have a copy of the handlers, in which nobody looks whether a stop was requested."""
+    ended: list[int | None] = []
+
+    def evaluation() -> dict[str, float]:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            ready, told = os.pipe()
+            child = os.fork()
+            if not child:
+                try:
+                    os.write(told, b".")
+                    time.sleep(20)
+                except KeyboardInterrupt:
+                    os._exit(7)
+                os._exit(0)
+            os.read(ready, 1)
+            os.kill(child, number)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return {"loss": 1.0}
+
+    fit(training(), batches((X, Y), 8), epochs=1, evaluation=evaluation)
+    assert ended == [-signal.SIGTERM, 7]
+
+
+def test_a_batch_that_was_just_handed_out_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, calls = given_batches._samples_of, []
+
+    def counting(batch: Any) -> int:
+        calls.append(batch)
+        if len(calls) == 2:
+            ask(signal.SIGTERM)
+        return counted(batch)
+
+    data = [(X[at : at + 8], Y[at : at + 8]) for at in (0, 8, 16)]
+    whole, again = training(), training()
+    fit(whole, data, epochs=1)
+    monkeypatch.setattr(given_batches, "_samples_of", counting)
+    with pytest.raises(SystemExit):
+        fit(training(), data, epochs=1, checkpoints=tmp_path)
+    assert saved(tmp_path) == 1
+    assert fit(again, data, epochs=1, checkpoints=tmp_path).steps == 2
+    assert torch.equal(weights(again), weights(whole))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import logging
+import os
 import sys
 import types
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import batches
 from flatout.errors import MachineError, UsageError
 from flatout.train.fit import fit
@@ -164,3 +168,125 @@ def test_the_row_of_an_epoch_stays_whatever_its_figures_are_called(tmp_path: Pat
     log = CSVLog(tmp_path / "log.csv", every=2)
     log.log({"epoch": 1, "batch_loss": 0.5}, 3)
     assert text(tmp_path / "log.csv") == ["step,epoch,batch_loss", "3,1,0.5"]
+
+
+class Failing(Anything):
+    """Raises at one row; keeps a state."""
+
+    def __init__(self, at: int, told: str = "the server is gone") -> None:
+        super().__init__()
+        self.at, self.told, self.flushed = at, told, 0
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        if len(self.rows) == self.at:
+            raise ConnectionError(self.told)
+        super().log(figures, step)
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+@pytest.mark.parametrize("at", [2, 5], ids=["a step", "an epoch"])
+def test_a_logger_that_raises_costs_no_training(tmp_path: Path, at: int) -> None:
+    other, failing = Anything(), Failing(at)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        trained([failing, other], checkpoints=tmp_path / "run", evaluation=lambda: {"loss": 1.0})
+    assert failing.flushed
+    assert [step for _, step in other.rows] == [1, 2, 3, 4, 5, 5]
+    resumed, undisturbed = (
+        trained([], checkpoints=where, evaluation=lambda: {"loss": 1.0}) for where in (tmp_path / "run", None)
+    )
+    assert torch.equal(resumed.model.weight, undisturbed.model.weight)  # type: ignore[arg-type]
+    latest = Checkpoints(tmp_path / "run").at(5)
+    assert latest.metric == 1.0
+
+
+def test_a_flush_that_fails_hides_no_other_end(tmp_path: Path) -> None:
+    class Unflushed(Failing):
+        def flush(self) -> None:
+            super().flush()
+            raise ConnectionError(self.told)
+
+    loggers = [Unflushed(-1), Failing(-1)]
+
+    def evaluation() -> dict[str, float]:
+        raise KeyError("of the user's")
+
+    with pytest.warns(UserWarning, match="a logger failed: .*the server is gone"), pytest.raises(KeyError):
+        trained(loggers, evaluation=evaluation)
+    with pytest.raises(ConnectionError):
+        trained(loggers)
+    assert [one.flushed for one in loggers] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["epoch", "step", "train_loss", 1])
+def test_a_figure_with_a_name_of_the_logs_own_is_refused(tmp_path: Path, name: Any) -> None:
+    log = Anything()
+    with pytest.raises(
+        UsageError, match=f"evaluation returned a figure named {name!r}; .*epoch, step, train_loss; give"
+    ):
+        trained([log], evaluation=lambda: {"loss": 1.0, name: 99.0}, checkpoints=tmp_path)
+    assert Checkpoints(tmp_path).load() is not None
+
+
+def test_what_cannot_be_called_with_figures_is_no_logger() -> None:
+    class Short:
+        def log(self, figures: dict[str, float]) -> None: ...
+
+    with pytest.raises(UsageError, match=r"the log of a Short is log\(figures.*; it is called as log\(figures, step\)"):
+        trained([Short()])
+    with pytest.raises(UsageError, match=r"a logger is <.*Logger .*; it has log\(figures, step\)"):
+        trained([logging.getLogger("any")])
+
+
+def test_an_optimizer_without_a_rate_is_logged_without_one() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": None})
+
+        def step(self, closure: Any = None) -> None: ...
+
+    log, model = Anything(), nn.Linear(4, 3)
+    step = TrainStep(model, Own(model.parameters()), supervised(nn.CrossEntropyLoss()))
+    fit(step, batches((torch.randn(8, 4), torch.zeros(8, dtype=torch.long)), 8), epochs=1, loggers=[log])
+    assert set(log.rows[0][0]) == {"batch_loss"}
+
+
+def test_a_csv_file_that_is_deleted_meanwhile_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    log = CSVLog(path)
+    for step in (1, 2, 3):
+        log.log({"batch_loss": float(step)}, step)
+        log.flush()
+        if step == 1:
+            path.unlink()
+    assert text(path) == ["step,batch_loss", "2,2.0", "3,3.0"]
+    path.unlink()
+    log.log({"epoch": 1}, 3)
+    assert text(path) == ["step,batch_loss,epoch", "3,,1"]
+
+
+def test_names_of_any_characters_keep_their_cells(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    log = CSVLog(path)
+    log.log({"a\u2028b": 1.0, "two\nlines": 2.0, "ä": 3.0}, 1)
+    log.log({"c": 4.0}, 2)
+    with path.open(newline="", encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert first == {"step": "1", "a\u2028b": "1.0", "two\nlines": "2.0", "ä": "3.0", "c": ""}
+    assert second["c"] == "4.0"
+
+
+def test_a_csv_log_replaces_no_link_and_no_device(tmp_path: Path) -> None:
+    path = tmp_path / "link.csv"
+    path.symlink_to(tmp_path / "real.csv")
+    log = CSVLog(path)
+    log.log({"a": 1.0}, 1)
+    log.log({"b": 2.0}, 2)
+    assert path.is_symlink()
+    assert text(tmp_path / "real.csv") == ["step,a,b", "1,1.0,", "2,,2.0"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is a device or a pipe; CSVLog writes a file"):
+        CSVLog(tmp_path / "pipe")
+    with pytest.raises(MachineError, match="cannot be written: File name too long"):
+        CSVLog("a" * 300)

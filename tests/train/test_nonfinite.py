@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import batches
 from flatout.errors import NumericsError
 from flatout.plan import Plan
+from flatout.train.evaluate import evaluate
 from flatout.train.fit import fit
 from flatout.train.loss import supervised
 from flatout.train.nonfinite import LossWatch
@@ -118,3 +120,64 @@ def test_the_watch_waits_for_nothing_and_forgets_nothing() -> None:
     assert not watch.none_finite_since()
     watch.begin()
     assert not watch.none_finite_since()  # no step
+
+
+class WithNorm(nn.Module):
+    """A norm, and a buffer of its own that is replaced in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.seen = self.seen + x.sum()
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("out_of_memory", [None, "exact", "raise"])
+@pytest.mark.parametrize("plan", [Plan(nonfinite="skip"), Plan(precision="fp16")], ids=lambda plan: str(plan.choices()))
+def test_a_skipped_step_leaves_no_trace_in_buffers(plan: Plan, out_of_memory: Any) -> None:
+    def trained(data: list[Any]) -> TrainStep:
+        torch.manual_seed(0)
+        model = WithNorm()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        step = TrainStep(
+            model, optimizer, supervised(nn.CrossEntropyLoss()), replace(plan, out_of_memory=out_of_memory)
+        )
+        for batch in data:
+            step(batch)
+        return step
+
+    good, bad = [(X[at : at + 10], Y[at : at + 10]) for at in (0, 20)], (poisoned()[10:20], Y[10:20])
+    clean = {name: value for name, value in trained(good).model.state_dict().items() if name != "last"}
+    for data in ([good[0], bad, good[1]], [bad, *good]):
+        step = trained(data)
+        assert step.skipped == 1
+        for name, value in step.model.named_buffers():
+            assert torch.equal(value, clean[name]), name
+    assert evaluate(step, [good[0]])["loss"] < 10.0
+
+
+def test_a_raised_step_leaves_no_trace_in_buffers() -> None:
+    model = WithNorm()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), Plan(nonfinite="raise"))
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    with pytest.raises(NumericsError, match="as they were before that step"):
+        step((poisoned()[10:20], Y[10:20]))
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+@pytest.mark.parametrize("plan", [Plan(nonfinite="skip"), Plan(precision="fp16")], ids=lambda plan: str(plan.choices()))
+def test_a_first_step_that_is_skipped_is_no_wrong_order_of_schedules(plan: Plan) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), plan, scheduler=scheduler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step((poisoned()[10:20], Y[10:20]))
+        step((X, Y))
+    assert (step.skipped, scheduler.last_epoch) == (1, 2)

@@ -196,3 +196,75 @@ def test_a_batch_that_cannot_be_split_is_not_blamed_for_its_sizes() -> None:
 )
 def test_what_says_that_memory_is_out(error: BaseException, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+def test_a_smaller_batch_has_parts_as_large_as_those_that_fit() -> None:
+    """An epoch's last batch would get parts of one sample, on which batch norm fails."""
+    model = Limited(16, norm=True)
+    step = step_of(model)
+    with pytest.warns(UserWarning, match="a batch of 64 did not fit; from now on it is split into"):
+        step(batch(64))
+    assert step.micro_batches == 4
+    model.draws.clear()
+    step(batch(5))
+    assert len(model.draws) == 1
+    model.limit = 3  # its samples are larger than those before
+    with pytest.warns(UserWarning, match="a batch of 6 did not fit"):
+        step(batch(6))
+    assert step.micro_batches == 4
+    resumed = step_of(model)
+    resumed.load_state_dict(step.state_dict())
+    model.draws.clear()
+    resumed(batch(5))
+    assert len(model.draws) == 2
+
+
+def test_a_part_that_fails_is_no_surprise() -> None:
+    with (
+        pytest.warns(UserWarning, match="did not fit"),
+        pytest.raises(
+            MachineError, match="a batch of 2 does not fit, and a part of it fails: ValueError: Expected more"
+        ),
+    ):
+        step_of(Limited(1, norm=True))(batch(2))
+
+
+class Late(Limited):
+    """Its average begins after some calls."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(100)
+        self.register_buffer("average", torch.zeros(()))
+        self.first, self.calls = first, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        if self.calls >= self.first:
+            self.average += 1
+        return super().forward(x)
+
+
+def test_a_buffer_that_changes_later_is_put_back_or_the_batch_is_refused() -> None:
+    model = Late(3)
+    step = step_of(model)
+    for _ in range(3):
+        step(batch(8))
+    model.limit = 4
+    with pytest.warns(UserWarning, match="did not fit"):
+        step(batch(8))
+    assert float(model.average) == 3.0  # two parts; the failed attempt does not count
+    model = Late(3)
+    step = step_of(model)
+    for _ in range(2):
+        step(batch(8))
+    model.limit = 4
+    with pytest.raises(MachineError, match="the failed attempt has changed the buffer average of Late"):
+        step(batch(8))
+
+
+def test_a_buffer_of_inference_mode_does_not_stop_training() -> None:
+    model = Limited(4)
+    with torch.inference_mode():
+        model.register_buffer("table", torch.ones(3))
+    with pytest.warns(UserWarning, match="did not fit"):
+        step_of(model)(batch(8))

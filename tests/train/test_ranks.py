@@ -61,6 +61,7 @@ def test_shares_of_two_ranks_weigh_as_the_whole(run_ranks: Any, tmp_path: Path, 
 
 LONE = """
 import warnings
+import flatout
 from flatout import TrainStep, batches, evaluate, fit, supervised
 torch.manual_seed(0)
 x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
@@ -86,6 +87,29 @@ except Exception as error:
     assert "the ranks have different numbers of batches: 3, 4" in str(error), error
 else:
     raise AssertionError("nothing was raised")
+class Unsized:
+    def __init__(self, count):
+        self.count = count
+    def __iter__(self):
+        return iter([(x, y)] * self.count)
+for counts in ((3, 4), (2, 0)):
+    try:
+        fit(made(together), Unsized(counts[rank]), epochs=1)
+    except Exception as error:
+        assert f"some ranks have no batch after {min(counts)}, and others have one" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+assert fit(made(together), Unsized(3), epochs=2).steps == 6
+for kind in ("fsdp", "pipeline"):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6)) for _ in range(2)])
+    average, plan = torch.optim.swa_utils.AveragedModel(model), flatout.Plan(parallel=kind, micro_batches=2)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), plan)
+    try:
+        fit(step, batches((x, y), 4, plan), epochs=1, ema=average)
+    except Exception as error:
+        assert f"ema is given, and parallel is '{kind}'" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
 leave()
 """
 

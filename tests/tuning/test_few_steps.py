@@ -22,7 +22,7 @@ from flatout.script.trial.answers import Peak, TrialEnded, Window, explain_end
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.few_steps import FewSteps, compare_whole_runs, few_steps
-from flatout.tuning.last_comparison import compare_in_fresh_processes
+from flatout.tuning.last_comparison import PlainAndPlanned, compare_afresh
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import SearchState, Tuned
@@ -389,7 +389,7 @@ def test_memory_of_few_steps_is_measured_in_runs_of_their_own(tmp_path: Path) ->
 def test_the_last_comparison_takes_no_fewer_than_three_pairs_of_runs(tmp_path: Path) -> None:
     script = Pretended(tmp_path, 5)
     deadline = Deadline(0.1, clock=lambda: script.now)
-    found = compare_in_fresh_processes(script, [Choice(Faster(), True)], FEW.pace, deadline, 0.0, FEW)
+    found = compare_afresh(PlainAndPlanned(script, [Choice(Faster(), True)]), FEW.pace, deadline, 0.0, FEW)
     assert (found.comparison.verdict, found.comparison.pairs) == ("faster", 3)
     assert found.startup_seconds is None
     plain, faster = [("plain", 4)], [("faster", 4)]

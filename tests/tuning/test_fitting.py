@@ -242,3 +242,18 @@ def test_no_plan_is_left_that_does_not_fit(
     assert (tmp_path / "flatout.toml").exists() is (code == 0)
     assert (tmp_path / "flatout-report.json").exists()
     assert ("and no plan: it would not fit" in done.stdout) is (code == 1)
+
+
+def test_a_script_that_ends_while_its_plain_step_is_measured_is_started_again() -> None:
+    class Ending(Process):
+        ends = 1
+
+        def peak(self, choices: Sequence[Choice], *, steps: int = 2) -> Any:
+            if self.ends:
+                self.ends -= 1
+                raise TrialEnded(0, "", 30)
+            return super().peak(choices, steps=steps)
+
+    process = Ending()
+    assert fitted(65, process).choices == (LOSS, BF16)
+    assert process.closed == 1

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from flatout.levers.activation_offload import ActivationOffload
 from flatout.levers.chunked_loss import ChunkedLoss
 from flatout.levers.lever import Choice
 from flatout.machine.description import Cpu, Gpu, Machine, Versions
 from flatout.machine.detect import detect
+from flatout.plan import Plan
 from flatout.report.tune_text import tune_text
 from flatout.script.entry import Target
 from flatout.script.trial.answers import Peak
@@ -56,6 +58,15 @@ def test_what_is_kept(before: Peak, after: Peak, device: str, asked: bool, outco
     assert reason in found[1]
 
 
+OFFLOADED = Choice(ActivationOffload(), True)
+
+
+def test_the_line_for_a_plan_is_one_that_a_plan_takes() -> None:
+    _, reason = judge_gain(MemoryGain(before=peak(80), after=peak(40)), OFFLOADED, HERE, "cpu", asked=False)
+    text = reason.removeprefix("not faster; to save memory, put ").removesuffix(" under [plan]")
+    assert Plan.from_toml(f"[plan]\n{text}\n").choices() == OFFLOADED.choices
+
+
 SCRIPT = """
 import torch
 from torch.nn import functional
@@ -93,7 +104,7 @@ def test_a_plan_that_asks_for_it_is_verified_with_its_bytes_though_it_is_slower(
     ratio_in_search: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "compare_arms", finding(ratio_in_search, search.compare_arms))
-    monkeypatch.setattr(verifier, "compare_in_fresh_processes", finding(0.8, verifier.compare_in_fresh_processes))
+    monkeypatch.setattr(verifier, "compare_afresh", finding(0.8, verifier.compare_afresh))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     request = TuneRequest(target=Target(path="train.py"), budget_seconds=300, only=(("loss", "chunked"),))

@@ -17,8 +17,9 @@ from flatout.tuning.last_comparison import (
     LEAST_WINDOWS,
     MANY_PROCESS_PAIRS,
     MOST_PROCESS_PAIRS,
+    PlainAndPlanned,
     _is_narrow,
-    compare_in_fresh_processes,
+    compare_afresh,
     comparison_of_groups,
 )
 from flatout.tuning.windows import Pace
@@ -94,7 +95,7 @@ def test_a_gain_that_is_not_certain_yet_gets_another_pair(
     monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     deadline = Deadline(100.0, clock=lambda: now).within(9.0)
-    found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=9.0), deadline, 9.0)
+    found = compare_afresh(PlainAndPlanned(setup, []), Pace.for_step(1e-3, seconds=9.0), deadline, 9.0)
     assert found.comparison.pairs == 8 * pairs
 
 
@@ -114,7 +115,7 @@ def test_the_second_pair_may_exceed_the_budget_by_a_tenth(
     monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     deadline = Deadline(budget_seconds, clock=lambda: now).within(left)
-    found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=left), deadline, left)
+    found = compare_afresh(PlainAndPlanned(setup, []), Pace.for_step(1e-3, seconds=left), deadline, left)
     assert found.comparison.pairs == 8 * pairs
 
 
@@ -146,7 +147,7 @@ def test_the_proofs_processes_are_compared_where_time_is_short(
     monkeypatch.setattr(last_comparison, "compare_arms", compare)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)
-    found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=9.0), deadline, 9.0, started=arms)
+    found = compare_afresh(PlainAndPlanned(setup, []), Pace.for_step(1e-3, seconds=9.0), deadline, 9.0, started=arms)
     assert found.comparison.pairs == pairs
     assert found.comparison.verdict == "faster"
 
@@ -182,7 +183,7 @@ def test_where_the_proofs_processes_do_not_decide_a_new_pair_may_take_longer(
     setup, arms = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path), ("plain", "planned")
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)
     pace = Pace.for_step(1e-3, seconds=9.0)
-    found = compare_in_fresh_processes(setup, [], pace, deadline, 9.0, started=arms)  # type: ignore[arg-type]
+    found = compare_afresh(PlainAndPlanned(setup, []), pace, deadline, 9.0, started=arms)  # type: ignore[arg-type]
     assert (found.comparison.pairs, found.comparison.verdict) == (pairs, verdict)
 
 
@@ -207,7 +208,7 @@ def compared(tmp_path: Path, steps: int, seconds: float = 0.3, budget_seconds: f
     script.write_text(SHORT.format(steps=steps))
     setup = TrialSetup(target=Target(path=str(script)), work_folder=tmp_path)
     pace = Pace.for_step(1e-3, seconds=seconds)
-    return compare_in_fresh_processes(setup, [], pace, Deadline(budget_seconds), seconds).comparison.pairs
+    return compare_afresh(PlainAndPlanned(setup, []), pace, Deadline(budget_seconds), seconds).comparison.pairs
 
 
 @pytest.mark.slow

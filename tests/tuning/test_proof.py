@@ -455,3 +455,70 @@ def test_losses_that_are_not_finite_show_no_level() -> None:
     undefined = [replace(run, losses=tuple((math.nan,) for _ in run.losses)) for run in PLAINS]
     reason, seen = levels.not_alike(undefined, undefined)
     assert (reason, seen) == ("losses of the script itself are inf or NaN: there is nothing to compare", None)
+
+
+OVERFLOWED = replace(PLAIN, norms=(math.inf, *PLAIN.norms[1:]))
+"""The loss scale was too large at first, so a gradient was infinite, once."""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        replace(OVERFLOWED, losses=(*PLAIN.losses[:20], *((math.nan,),) * 20), weight_digest="x"),
+        replace(OVERFLOWED, norms=(math.inf, *(math.nan,) * 39), weight_digest="x"),
+        replace(OVERFLOWED, finite=False, weight_digest="x"),
+    ],
+)
+def test_one_number_of_the_plain_run_that_is_not_finite_excuses_no_other(broken: Numerics) -> None:
+    """A run that was NaN from the second step on was 'within rounding'."""
+    assert "infinite or NaN" in str(judge.not_within_rounding(OVERFLOWED, NUDGED, broken))
+    assert "infinite or NaN" in str(judge.not_reduced(OVERFLOWED, NUDGED, broken))
+    assert "infinite or NaN" in str(judge.drifts(OVERFLOWED, broken))
+    assert judge.not_within_rounding(OVERFLOWED, NUDGED, replace(OVERFLOWED, weight_digest="x")) is None
+
+
+def test_a_loss_that_becomes_zero_is_compared_with_what_it_was() -> None:
+    """As a hinge loss does: no difference from zero was seen."""
+
+    def hinge(least: float) -> Numerics:
+        return replace(PLAIN, losses=tuple((max(least, 1 - step / 10),) for step in range(STEPS)))
+
+    assert "in the later half" in str(judge.drifts(hinge(0.0), hinge(0.5)))
+    assert judge.drifts(hinge(0.0), hinge(1e-4)) is None
+    zero = replace(PLAIN, losses=((0.0,),) * STEPS)
+    assert judge.drifts(zero, zero) is None
+    assert "in the later half" in str(judge.drifts(zero, hinge(0.5)))
+
+
+def test_a_large_buffer_does_not_hide_how_far_the_weights_are_off() -> None:
+    """Its size counted as a change: beside a table of positions weights could go anywhere."""
+    positions = TensorDifference(name="Net#0.positions", error=0.0, moved=300.0, rounding=1e-5)
+
+    def beside(base: Numerics) -> Numerics:
+        return replace(base, checks=tuple(replace(one, drift=(*one.drift, positions)) for one in base.checks))
+
+    for what in ("a step in ten lost", "a lost momentum"):
+        candidate, reason = ASTRAY[what]
+        assert reason in str(judge.diverges(PLAIN, beside(candidate)))
+    assert judge.diverges(PLAIN, beside(NOISY)) is None
+    off = replace(positions, error=100.0)
+    changed = replace(NOISY, checks=tuple(replace(one, drift=(*one.drift, off)) for one in NOISY.checks))
+    assert "the weights deviate by 33%" in str(judge.diverges(PLAIN, changed))
+
+
+def test_gradients_that_are_not_in_every_step_are_compared_as_a_whole() -> None:
+    """Where their number varies from step to step nothing was compared: gradients of zero were accepted."""
+
+    def varying(seeds: range, norm: float) -> list[Numerics]:
+        by_tensor = ((norm, 1.0, 1.0), (norm, 1.0)) * 2
+        return [replace(one, by_tensor=by_tensor, norms=(norm,) * STEPS) for one in unrepeatable(1, seeds)]
+
+    assert levels.not_alike(varying(range(3), 1.0), varying(range(5, 8), 1.0))[0] is None
+    assert "x0.00 that of plain runs" in str(levels.not_alike(varying(range(3), 1.0), varying(range(5, 8), 0.0))[0])
+
+
+def test_runs_with_fewer_gradients_or_steps_are_not_alike() -> None:
+    fewer = [replace(one, by_tensor=((1.0, 1.0),) * 4) for one in unrepeatable(1, range(5, 8))]
+    assert levels.not_alike(PLAINS, fewer)[0] == "2 parameters get gradients, 3 in plain runs"
+    shorter = [replace(one, losses=one.losses[:30], norms=one.norms[:30]) for one in unrepeatable(1, range(5, 8))]
+    assert levels.not_alike(PLAINS, shorter)[0] == "it ends after 30 steps, plain runs after 40 at least"

@@ -306,3 +306,16 @@ def test_a_bundle_that_looks_faster_gets_most_of_the_time(tmp_path: Path) -> Non
     alone, together = asked._pace(), asked._pace(bundle=True)
     assert together.seconds == alone.seconds
     assert alone.longest_seconds <= asked._remaining() / 2 < together.longest_seconds < asked._remaining()
+
+
+def test_ctrl_c_is_not_lost_while_more_is_kept_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = search(tmp_path, Clock())
+    reserving = Deadline.reserving
+
+    def pressed(deadline: Deadline, seconds: float) -> Deadline:
+        asked.stop()
+        return reserving(deadline, seconds)
+
+    monkeypatch.setattr(Deadline, "reserving", pressed)
+    asked._keep_back(0.1)
+    assert asked._remaining() == 0

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import UserDict
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded
 from flatout.torch_private.dispatch import current_dispatch_mode
 from flatout.tuning.step_trial import StepTrials
+from flatout.tuning.step_tuning import _read
+from flatout.tuning.windows import Arm, Pace, compare_arms
 from tests.tuning import planted_levers as planted
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -280,3 +285,72 @@ def fails_late(model: nn.Module, batch: Any) -> torch.Tensor:
         raise RuntimeError("it fails late")
     loss: torch.Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
     return loss
+
+
+def test_reading_batches_leaves_their_source_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(3)
+    table = torch.utils.data.TensorDataset(torch.arange(40.0))
+    sampler = torch.utils.data.RandomSampler(table, generator=torch.Generator().manual_seed(4))
+    loaders = [
+        torch.utils.data.DataLoader(table, 4, shuffle=True, generator=generator),
+        torch.utils.data.DataLoader(table, batch_sampler=torch.utils.data.BatchSampler(sampler, 4, False)),
+    ]
+    for loader in loaders:
+        first = _read(loader)
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(first, _read(loader), strict=True))  # type: ignore[index]
+
+
+class Breaks:
+    """A source that fails at its third batch."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(2):
+            self.at += 1
+            yield torch.zeros(2)
+        raise OSError("the disk is gone")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_source_that_fails_is_put_back_too() -> None:
+    source = Breaks()
+    with pytest.raises(OSError, match="the disk is gone"):
+        _read(source)
+    assert source.at == 0
+
+
+def test_any_mapping_is_one_batch() -> None:
+    with pytest.raises(UsageError, match=r"batches is UserDict.*\[batch\]"):
+        _read(UserDict(x=torch.zeros(2)))
+
+
+@pytest.mark.usefixtures("pretended_sleep")
+def test_the_windows_of_a_turn_are_of_the_same_batches(tmp_path: Path) -> None:
+    """Eight batches of different lengths came again and again, the long ones always in the windows of one side."""
+
+    def as_long_as_its_batch(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.01 * len(batch))
+        loss: torch.Tensor = model(batch).mean()
+        return loss
+
+    batches = [torch.zeros(length, 8) for length in (1, 5, 2, 8, 3, 9, 4, 7)]
+    trials = StepTrials(step=training(loss_fn=as_long_as_its_batch), batches=batches, work_folder=tmp_path)
+    other = Choice(Threads(), torch.get_num_threads() + 1)
+    with trials.trial() as trial:
+        trial.start()
+        for pace in (Pace.for_step(0.05, seconds=60.0), Pace.for_step(0.2, seconds=60.0)):
+            found = compare_arms(Arm(trial), Arm(trial, [other]), replace(pace, most_pairs=6))
+            assert found.comparison.ratio == pytest.approx(1.0, abs=1e-6)
+            assert len(set(found.baseline_medians)) > 1
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), True, "60"])
+def test_a_budget_is_a_finite_time(seconds: Any) -> None:
+    with pytest.raises(UsageError, match=r"seconds is .*; it is above 0, and finite; 300 are"):
+        flatout.tune(training(), data(), seconds=seconds)

@@ -20,7 +20,7 @@ from flatout.sequential import compare_so_far
 from flatout.tuning import verifier as verifier_module
 from flatout.tuning.fitting import Fit
 from flatout.tuning.results import SearchState
-from flatout.tuning.verifier import Verifier
+from flatout.tuning.verifier import Verifier, gain_of_all_steps
 from flatout.tuning.windows import Pairing
 from tests.tuning.test_proof import NOISY, PLAIN, with_gradient
 from tests.tuning.test_prover import BITS, REDUCES, ROUNDED, Claiming, Recorded
@@ -225,3 +225,66 @@ def test_a_plan_says_which_of_its_choices_are_weaker_than_their_kind() -> None:
     chosen = choices_of_plan({ROUNDS.field: True}, [ROUNDS.lever], (ROUNDS.field,))
     assert [choice.exactness for choice in chosen] == ["reduced"]
     assert [choice.exactness for choice in choices_of_plan({ROUNDS.field: True}, [ROUNDS.lever])] == ["rounding"]
+
+
+@pytest.mark.parametrize("second", [None, 0.97])
+def test_what_is_left_for_memory_has_figures_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: float | None
+) -> None:
+    """Where it could not be measured again, those of the plan with levers that were given back were shown for it."""
+    state = SearchState(kept=[BITS, ROUNDS], for_memory=[BITS], startup_seconds=1.0)
+    results = {("bits",): PLAIN, ("bits", "rounds"): PLAIN}
+    monkeypatch.setattr(verifier_module, "Prover", lambda *_: Recorded(tmp_path, results))
+    verifier = Verifier(
+        TrialSetup(target=Target(path="train.py"), work_folder=tmp_path), state, Deadline(100.0), lambda text: None
+    )
+
+    def found(ratio: float | None) -> Pairing | None:
+        if ratio is None:
+            return None
+        comparison = replace(FASTER.comparison, ratio=ratio).with_interval(0.9, 1.1, 0.01)
+        return replace(FASTER, comparison=comparison)
+
+    finals = [found(1.05), found(second)]
+    monkeypatch.setattr(verifier, "_final_comparison", lambda: finals.pop(0))
+    proof, final = verifier.run()
+    assert state.kept == [BITS]
+    assert proof is not None
+    assert proof.verdict == "bit-identical"
+    assert (final and final.comparison.ratio) == second
+
+
+def test_nothing_is_kept_without_a_proof_where_memory_levers_do_not_hold_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next combination that fits took their place, and nobody proved it."""
+    fit = Fit(limit_bytes=10, plain_bytes=12, fitting=((ROUNDS,), (BITS,)))
+    state = SearchState(kept=[ROUNDS, OTHER], for_memory=[ROUNDS], startup_seconds=1.0, fit=fit)
+    results = {("rounds", "other"): ROUNDED, ("rounds",): WRONG, ("bits",): replace(PLAIN, weight_digest="x")}
+    prover = Recorded(tmp_path, results)
+    monkeypatch.setattr(verifier_module, "Prover", lambda *_: prover)
+    verifier = Verifier(
+        TrialSetup(target=Target(path="train.py"), work_folder=tmp_path), state, Deadline(100.0), lambda text: None
+    )
+    monkeypatch.setattr(verifier, "_final_comparison", lambda: None)
+    assert verifier.run() == (None, None)
+    assert state.kept == []
+    assert ("bits", "free", "none") in prover.made
+
+
+@pytest.mark.parametrize(
+    ("mean_seconds", "said"),
+    [((6.0, 5.5), True), ((2.1, 1.05), False), ((6.0, 3.2), False), ((6.0, 1.1), False), (None, False)],
+)
+def test_a_gain_of_typical_steps_alone_is_said_to_be_one(mean_seconds: tuple[float, float] | None, said: bool) -> None:
+    """As where every fourth step waits for the workers of a loader."""
+    final = replace(FASTER, mean_seconds=mean_seconds)
+    warnings = gain_of_all_steps(final)
+    assert warnings == (
+        [
+            "x2.00 is the gain of a typical step; some take far longer (waiting for data, evaluation, checkpoints): "
+            "the mean of all steps in the last comparison was x1.09 as fast"
+        ]
+        if said
+        else []
+    )

@@ -60,7 +60,7 @@ def test_faster_and_in_turns() -> None:
     pairing = compare_arms(*arms(process), PACE, CHOICE)
     assert pairing.comparison.verdict == "faster"
     assert pairing.startup_seconds == pytest.approx(2.0, rel=0.01)
-    assert process.order[1:7] == [False, True, True, False, False, True]
+    assert process.order[1:7] == [False, True, True, False, True, False]
     assert pairing.comparison.pairs < PACE.most_pairs
     assert pairing.leak_bytes_per_step == 0
 
@@ -195,7 +195,10 @@ def test_a_pair_is_the_median_of_its_turns() -> None:
     process = Pretended(0.005)
     pairing = compare_arms(*arms(process), Pace(steps=4, settle=2, warm_steps=3, turns=5), CHOICE)
     assert pairing.comparison.pairs == 3
-    assert process.order[1:] == [False, True, True, False] * 7 + [False, True]  # 15 turns, first one and then the other
+    turns = [tuple(process.order[i : i + 2]) for i in range(1, len(process.order), 2)]
+    assert len(turns) == 15
+    assert all(one != other for one, other in zip(turns[::2], turns[1::2], strict=False))  # first one, then the other
+    assert {*turns[::2]} == {(False, True), (True, False)}
     assert pairing.baseline_seconds == pytest.approx(0.01, rel=0.01)
     assert pairing.candidate_seconds == pytest.approx(0.005, rel=0.01)
 
@@ -238,3 +241,43 @@ def test_every_choice_that_is_tried_has_to_be_on() -> None:
     with pytest.raises(RolledBackInside, match="faster 1 no such thing"):
         compare_arms(Arm(process), Arm(process, [CHOICE, other]), PACE, other)
     compare_arms(Arm(process, [CHOICE]), Arm(process, [CHOICE, other]), PACE, other)
+
+
+class Rhythm(Pretended):
+    """A script in which every so many steps one takes five times as long; its levers change nothing."""
+
+    def __init__(self, plain: float, every: int, step: int = 0) -> None:
+        super().__init__(plain, plain=plain)
+        self.every, self.step = every, step
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
+        found = super().window(choices, settle=settle, steps=steps)
+        taken = [*found.settle_seconds[:settle], *found.seconds]
+        for index in range(settle + steps):
+            self.step += 1
+            taken[index] *= 1 if self.step % self.every else 5
+        return replace(found, settle_seconds=tuple(taken[:settle]), seconds=tuple(taken[settle:]))
+
+
+@pytest.mark.parametrize(("step_seconds", "every"), [(1.5, 4), (0.2, 8)])
+def test_a_rhythm_of_the_script_makes_neither_side_faster(step_seconds: float, every: int) -> None:
+    """Where windows took turns in a rhythm of their own, A B B A, all long steps fell into those of one side."""
+    for first in range(every):
+        process = Rhythm(step_seconds, every, first)
+        found = compare_arms(*arms(process), Pace.for_step(step_seconds, seconds=1e9), CHOICE).comparison
+        assert found.verdict == "not significant"
+
+
+def test_after_a_restart_the_sides_have_other_steps_of_the_script() -> None:
+    orders = set()
+    for before in range(8):
+        process = Pretended(0.005)
+        compare_arms(*arms(process), replace(PACE, most_pairs=before + 1), CHOICE, [(0.01, 0.005)] * before)
+        orders.add(tuple(process.order[1:3]))
+    assert orders == {(False, True), (True, False)}
+
+
+def test_all_steps_count_in_the_mean() -> None:
+    pairing = compare_arms(*arms(Rhythm(0.01, 8)), replace(PACE, most_pairs=32, stops_when_decided=False), CHOICE)
+    assert pairing.baseline_seconds == pytest.approx(0.01, rel=0.01)
+    assert pairing.mean_seconds == (pytest.approx(0.015, rel=0.2), pytest.approx(0.015, rel=0.2))

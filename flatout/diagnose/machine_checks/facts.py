@@ -30,7 +30,7 @@ class Facts:
 
 def gather_facts() -> Facts:
     """Imports torch (that is one of the checks), and watches the processor for a fifth of a second."""
-    busy_share = psutil.cpu_percent(interval=0.2) / 100
+    busy_share = _busy_share()
     threads, error = _import_torch()
     compiler = environment.cpp_compiler()
     return Facts(
@@ -39,11 +39,19 @@ def gather_facts() -> Facts:
         omp_num_threads=environment.omp_num_threads(),
         cuda_visible_devices=environment.visible_cuda_devices(),
         cpp_compiler=compiler,
-        cpp_compiler_path=shutil.which(compiler.split()[0]),
+        cpp_compiler_path=shutil.which(next(iter(compiler.split()), "")),
         shared_memory_bytes=_size_of(Path("/dev/shm")),
         nvidia_pci_devices=count_nvidia_pci_devices(),
         busy_cores=round(busy_share * (psutil.cpu_count() or 1), 1),
     )
+
+
+def _busy_share() -> float:
+    """Of all cores, in a fifth of a second; 0 where the system does not say."""
+    try:
+        return float(psutil.cpu_percent(interval=0.2)) / 100
+    except OSError:  # no /proc is mounted
+        return 0.0
 
 
 def _import_torch() -> tuple[int | None, str | None]:

@@ -316,7 +316,7 @@ class InferenceSearch(Search[Option]):
         )
         each = (turns.baseline_seconds / self.subject.count, turns.candidate_seconds / self.subject.count)
         startup = max(0.0, made.startup_seconds - self.current.startup_seconds)
-        return self.judged(turns.comparison, each, startup, least_gain)
+        return self.judged(turns.comparison, each, startup)
 
     def _compare_the_whole(self) -> None:
         """The new plan against the given one, once more and in turns. What cannot be shown again is not promised."""

@@ -97,7 +97,7 @@ class TunedPrediction:
     def options(self, machine: Machine) -> list[Option]:
         """First what leaves the products as they are, then fewer bits; what has to be compiled comes last."""
         cuda = self.placed.device.type == "cuda"
-        own = DTYPES.get(self.placed.result_dtype, "fp32")
+        own = DTYPES.get(self.placed.result_dtype or self.placed.dtype, "fp32")
         convolutions = any(isinstance(one, nn.Conv2d) for one in self.model.modules())
         norms = any(isinstance(one, BatchNorm) for one in self.model.modules())
         linears = any(type(one) is nn.Linear and one.weight.numel() >= LEAST_WEIGHTS for one in self.model.modules())

@@ -13,6 +13,7 @@ that gives the same outputs is moved into place.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -79,7 +80,8 @@ def export(
     example_inputs: a tensor, a tuple of positional inputs, or a dict of named ones, on the model's device.
     Integers define a range: fresh inputs stay between the example's minimum and maximum.
     path: the file, or its name without a suffix, to which each format adds its own (.pt2, .aoti.pt2, .onnx, .pte,
-    .torchscript.pt). The folder must exist. An existing file is replaced once the new one is verified.
+    .torchscript.pt). The folder must exist. An existing file (of a link: that which it leads to) is replaced once the
+    new one is verified.
     format: 'pt2' (torch.export), 'aoti' (AOTInductor: machine code, needs a C++ compiler), 'onnx' (needs onnx,
     onnxscript and onnxruntime), 'executorch' (needs that package; fixed sizes only), 'torchscript' (legacy). They
     share one trace.
@@ -89,8 +91,9 @@ def export(
     tolerance: largest difference as a fraction of the largest output (at least of 1); None = by dtype, 1e-4 in fp32.
 
     The file's outputs are tensors in tuples, lists and dicts: named tuples, dataclasses and transformers' outputs
-    become dicts. The model is not changed. A format that fails leaves no file, and is in the report with its reason:
-    see `report.ok`. UsageError: a bad argument, or a module that fails on its own example.
+    become dicts, and a dict's keys texts. An autocast around the call does not apply. The model is not changed. A
+    format that fails leaves no file, and is in the report with its reason: see `report.ok`. UsageError: a bad argument,
+    or a module that fails on its own example.
     """
     began = time.perf_counter()
     targets = _targets(as_path(path, "path"), _formats(format))
@@ -98,7 +101,11 @@ def export(
     example = example_from(model, example_inputs, dynamic)
     notes: list[str] = []
     plain = with_plain_outputs(model, notes)
-    with left_unchanged(plain) as restore, torch.no_grad():
+    # A trace would keep the casts of an autocast around the call.
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *example.tensors.values())} | {"cpu"}
+    with left_unchanged(plain) as restore, torch.no_grad(), contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         run = _Run(
             model=plain, example=example, dynamic=dynamic, allow_fixed=allow_fixed, tolerance=tolerance,
             restore=restore, notes=notes
@@ -118,10 +125,12 @@ def export(
 
 
 def _formats(given: Format | Sequence[Format]) -> tuple[Format, ...]:
+    limit = f"formats are {', '.join(EXPORTERS)}"
+    if not isinstance(given, str | Sequence):
+        raise UsageError(f"format is {given!r}", limit=limit, remedy="name one, or several in a list")
     names = (given,) if isinstance(given, str) else tuple(given)
-    wrong = [name for name in names if name not in EXPORTERS]
+    wrong = [name for name in names if not isinstance(name, str) or name not in EXPORTERS]
     if wrong or not names:
-        limit = f"formats are {', '.join(EXPORTERS)}"
         raise UsageError(f"format is {wrong[0]!r}" if wrong else "no format is given", limit=limit)
     return tuple(dict.fromkeys(names))
 
@@ -132,6 +141,10 @@ def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
         raise UsageError(f"no such folder: {path.parent}", limit="a file is put into a folder", remedy="make it first")
     if path.is_dir() or not path.name:
         raise UsageError(f"{path} is a folder", limit="an export is a file", remedy=f"name one: {path}/model")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # torch's writers, in C++, would end the process
+        raise UsageError(f"the path is {str(path)!r}", limit="torch writes to paths that are UTF-8 text") from error
     suffix = EXPORTERS[formats[0]].suffix
     last = f".{suffix.rpartition('.')[2]}"
     if len(formats) == 1 and path.suffix in (".pt2", ".onnx", ".pte", ".pt"):
@@ -139,7 +152,11 @@ def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
             what = f"{path.name} does not end in {last}"
             raise UsageError(what, limit=f"a {formats[0]} file does", remedy=f"name it {path.stem}{suffix}")
         return {formats[0]: path}
-    return {name: path.with_name(path.name + EXPORTERS[name].suffix) for name in formats}
+    targets = {name: path.with_name(path.name + EXPORTERS[name].suffix) for name in formats}
+    folder = next((one for one in targets.values() if one.is_dir()), None)
+    if folder is not None:
+        raise UsageError(f"{folder} is a folder", limit="an export is a file", remedy="choose another name")
+    return targets
 
 
 def _check_choices(model: nn.Module, dynamic: Dynamic, tolerance: float | None) -> None:
@@ -149,8 +166,9 @@ def _check_choices(model: nn.Module, dynamic: Dynamic, tolerance: float | None) 
         raise UsageError("the model is TorchScript already", limit="an nn.Module in Python is exported", remedy=remedy)
     if dynamic not in get_args(Dynamic):
         raise UsageError(f"dynamic is {dynamic!r}", limit=f"it is one of {', '.join(get_args(Dynamic))}")
-    if tolerance is not None and not tolerance >= 0:
-        raise UsageError(f"tolerance is {tolerance}", limit="it is at least 0")
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (number and tolerance >= 0):
+        raise UsageError(f"tolerance is {tolerance!r}", limit="it is a number of at least 0")
     if any(torch.nn.parameter.is_lazy(one) for one in model.parameters()):
         remedy = "run the module once before"
         raise UsageError("the model has lazy layers without weights", limit="a file holds values", remedy=remedy)
@@ -198,9 +216,12 @@ class _Run:
             with embedding_limits(self.model, scratch) as limits:
                 run_module(self.model, scratch)
             self.example = replace(self.example, limits=limits())
-        except NotExported as error:
+        except UsageError:
+            raise
+        except Exception as error:  # the module may fail in its second call, or give what cannot be compared
+            failure = failure_of(error)
             for dynamic in (self.dynamic, *FEWER[self.dynamic]):
-                self.shared[dynamic] = _Shared(failure=error.failure)
+                self.shared[dynamic] = _Shared(failure=failure)
 
     def _start(self) -> None:
         self.restore()
@@ -323,9 +344,11 @@ def _put_verified(
 ) -> tuple[tuple[ExportCheck, ...], list[Beyond], int]:
     """Write beside the target, load, compare, and only then rename into place.
 
-    Returns the checks, the calls past the bounds that the file refuses, and the bytes.
+    Where the target is a link, the file that it leads to is replaced. Returns the checks, the calls past the bounds
+    that the file refuses, and the bytes.
     """
-    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    real = Path(os.path.realpath(target))
+    folder = Path(tempfile.mkdtemp(dir=real.parent, prefix=".flatout-export-"))
     try:
         written = folder / target.name
         exporter.write(job, written)
@@ -342,7 +365,7 @@ def _put_verified(
         for part in parts:
             with part.open("rb") as stream:
                 os.fsync(stream.fileno())
-            place = target.parent / part.name
+            place = real if part.name == target.name else real.parent / part.name
             part.chmod(place.stat().st_mode & 0o777 if place.exists() else usual_mode())
             part.replace(place)
         return checks, refused, size

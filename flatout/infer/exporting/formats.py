@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flatout.environment import cpp_compiler
 from flatout.errors import MachineError, UsageError
-from flatout.infer.exporting.check import Runner
+from flatout.infer.exporting.check import Runner, copied
 from flatout.infer.exporting.fresh_inputs import Example
 from flatout.infer.exporting.plain_outputs import named_tensors
 from flatout.infer.exporting.report import Dynamic, Format
@@ -217,9 +217,10 @@ def _write_torchscript(job: Job, path: Path) -> None:
         limit = "TorchScript's trace takes tensors only"
         remedy = "use pt2, or fix the other inputs in a wrapper's forward"
         raise UsageError(f"an input is {constants[0]!r}", limit=limit, remedy=remedy)
-    call: dict[str, object] = {"example_inputs": job.example.args}
-    if job.example.kwargs:
-        call = {"example_kwarg_inputs": job.example.kwargs}
+    example = copied(job.example)  # tracing runs the module, which may write to its inputs
+    call: dict[str, object] = {"example_inputs": example.args}
+    if example.kwargs:
+        call = {"example_kwarg_inputs": example.kwargs}
     handle = job.model.register_forward_hook(lambda _module, _inputs, output: _one_level(output))
     try:
         traced = torch.jit.trace(job.model, **call, strict=False, check_trace=False)

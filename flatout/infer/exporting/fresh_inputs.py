@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flatout.data.nested import map_leaves, map_tensors, tensors_in
@@ -73,11 +75,15 @@ def _as_tensors(model: nn.Module, inputs: object) -> object:
     """Arrays of numpy as tensors, floating-point ones in the dtype of the model's weights (numpy's own is float64)."""
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
 
-    def tensor(array: object) -> Tensor:
-        made: Tensor = torch.from_numpy(array)
+    def tensor(array: NDArray[np.generic]) -> Tensor:
+        try:  # a copy: torch takes no negative strides, nor foreign bytes, and warns of memory that is read-only
+            made = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+        except TypeError as error:
+            limit, remedy = "an input holds numbers", "pass numbers of one dtype, texts and objects outside of arrays"
+            raise UsageError(f"an input is an array of {array.dtype}", limit=limit, remedy=remedy) from error
         return made.to(dtype) if made.is_floating_point() else made
 
-    return map_leaves(tensor, inputs, lambda one: type(one).__module__ == "numpy" and type(one).__name__ == "ndarray")
+    return map_leaves(tensor, inputs, lambda one: isinstance(one, np.ndarray))
 
 
 def _call_of(model: nn.Module, inputs: object) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -159,7 +165,7 @@ def _is_mask(tensor: Tensor) -> bool:
         return tensor.dtype is torch.bool
     if tensor.is_floating_point():
         return not bool(tensor.isfinite().all())
-    return not tensor.is_complex() and (int(tensor.min()), int(tensor.max())) == (0, 1)
+    return not tensor.is_complex() and tuple(int(one) for one in tensor.long().aminmax()) == (0, 1)
 
 
 def _fresh(tensor: Tensor, shape: list[int], limit: int | None, generator: torch.Generator) -> Tensor:
@@ -177,7 +183,7 @@ def _fresh(tensor: Tensor, shape: list[int], limit: int | None, generator: torch
         if float(wide.min()) < float(wide.max()):  # what is never negative, or a share, stays so
             drawn = drawn.clamp(float(wide.min()), float(wide.max()))
     else:
-        low, high = int(values.min()), int(values.max())
+        low, high = (int(one) for one in values.long().aminmax())
         if low == high and limit is not None and 0 <= low < limit:  # zeros((2, 16)) stand for any tokens
             low, high = 0, limit - 1
         drawn = torch.randint(low, high + 1, (*shape,), generator=generator, device="cpu")

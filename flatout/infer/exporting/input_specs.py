@@ -13,6 +13,7 @@ dict_keys(['ids'])
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
+from flatout.units import format_bytes
 
 _SPEC = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:(?P<low>-?\d+)\.\.|<)?(?P<high>-?\d+)?")
 _FILES = (".safetensors", ".npz", ".pt", ".pth")
 _WHOLE = ("int64", "int32", "int16", "int8", "uint8")
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "bool", *_WHOLE)
+MOST_BYTES = 8 << 30
+"""Of an example that is drawn: a file is checked on larger ones too."""
 FORM = "an input is [name=]dtype[sizes], as in float32[8,3,32,32] or int64[2,16]<1000, or a file of tensors"
 
 
@@ -50,6 +54,8 @@ def inputs_from(
                 args += found
             continue
         name, tensor = _drawn(spec, generator)
+        if name in kwargs:
+            raise UsageError(f"the input {name!r} is given twice", limit=FORM, remedy="leave one of them out")
         if name:
             kwargs[name] = tensor
         else:
@@ -91,6 +97,9 @@ def _drawn(spec: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
         raise UsageError(f"the input is {spec!r}", limit=FORM, remedy=known)
     dtype: torch.dtype = getattr(torch, match["dtype"])
     shape = [int(size) for size in match["shape"].split(",") if size]
+    if math.prod(shape) * dtype.itemsize > MOST_BYTES:
+        limit = f"an example of at most {format_bytes(MOST_BYTES)} is drawn"
+        raise UsageError(f"the input is {spec!r}", limit=limit, remedy="give smaller sizes: they may vary in the file")
     if match["dtype"] in _WHOLE:
         if match["high"] is None:
             what = f"{spec!r} does not say how large its numbers may be"

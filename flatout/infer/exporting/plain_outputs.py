@@ -45,6 +45,12 @@ def _plain(value: object, path: str, notes: list[str]) -> object:
     if fields is not None:
         if type(value) is not dict:
             _note(notes, f"{path}, a {type(value).__name__}, is a dict in the file")
+        if len({str(key) for key in fields}) < len(fields):
+            limit = "a file's outputs are named by texts"
+            what = f"{path} has keys that are the same as texts: {', '.join(map(repr, fields))}"
+            raise NotExported(ExportFailure(what=what, limit=limit, remedy="name each output by a text of its own"))
+        if not all(isinstance(key, str) for key in fields):
+            _note(notes, f"{path}'s keys are texts in the file: {', '.join(repr(str(key)) for key in fields)}")
         named = {str(key): _plain(one, f"{path}[{key!r}]", notes) for key, one in fields.items()}
         return {key: one for key, one in named.items() if one is not None}
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):

@@ -45,8 +45,9 @@ class Traced:
 
 def trace(model: nn.Module, example: Example, dynamic: Dynamic, notes: list[str]) -> Traced:
     """One program for every size; raises NotExported. `notes` gets what torch warns of."""
+    _check_named(model, example, dynamic)
     used = traceable_example(example, dynamic)
-    shapes = dynamic_shapes(model, used, dynamic, lambda name: Dim(name, min=1))
+    shapes = {} if dynamic == "none" else dynamic_shapes(model, used, dynamic, lambda name: Dim(name, min=1))
     with quiet(notes):
         try:
             program = _exported(model, used, shapes)
@@ -61,6 +62,17 @@ def trace(model: nn.Module, example: Example, dynamic: Dynamic, notes: list[str]
             except Exception as second:
                 raise NotExported(failure_of(second)) from second
     return Traced(program=program, example=used)
+
+
+def _check_named(model: nn.Module, example: Example, dynamic: Dynamic) -> None:
+    """NotExported for inputs that only a `**keywords` of forward takes: torch.export gives these no varying sizes."""
+    signature = inspect.signature(model.forward)
+    for name in signature.bind(*example.args, **example.kwargs).arguments if dynamic != "none" else ():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            what = f"forward takes {', '.join(example.kwargs)} as **{name}"
+            limit = "torch.export lets sizes vary only in inputs that have a name in forward"
+            remedy = f"name them: def forward(self, {', '.join(example.kwargs)}); or pass dynamic='none'"
+            raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy))
 
 
 def traceable_example(example: Example, dynamic: Dynamic) -> Example:
@@ -101,7 +113,7 @@ def _nothing_but(shapes: object) -> object:
 
 def _exported(model: nn.Module, example: Example, shapes: dict[str, object]) -> ExportedProgram:
     with contextlib.redirect_stderr(io.StringIO()):  # there torch prints its graph where it fails
-        return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes)
+        return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes or None)
 
 
 def _refined(error: Exception, shapes: dict[str, object]) -> dict[str, object] | None:
@@ -167,7 +179,8 @@ def failure_of(error: BaseException) -> ExportFailure:
             line=line,
         )
     if isinstance(error, OSError) and error.strerror:
-        return ExportFailure(what=f"{error.strerror}: {error.filename}", remedy="free space or name another place")
+        at = f": {error.filename}" if error.filename else ""  # a write to an open file names none
+        return ExportFailure(what=f"{error.strerror}{at}", remedy="free space or name another place")
     what = f"{type(error).__name__}: {first_words(error)}".rstrip(": ")
     remedy = "try another format; TORCH_LOGS=+export shows torch's own steps"
     return ExportFailure(what=what, remedy=remedy, line=line)

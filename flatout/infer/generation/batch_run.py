@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.generated import Piece, Reason
-from flatout.infer.generation.sampling import Uniforms, no_usable_logits
+from flatout.infer.generation.sampling import Uniforms, Use, no_usable_logits
 from flatout.infer.generation.share import UncountedWork, Work
 from flatout.infer.generation.stopping import Watch
 from flatout.infer.generation.token_choice import Choice, Place, Rows, place_of
@@ -91,11 +91,11 @@ class Text:
     def ended(self) -> bool:
         return self.watch.ending is not None
 
-    def uniform(self, use: str, step: int) -> Tensor:
+    def uniform(self, use: Use, step: int) -> Tensor:
         """fp64 []: the number for `use` at the token `step` after the next one; the last again past the limit."""
-        table = getattr(self.uniforms, use)[0]
-        out: Tensor = table[min(len(self.made) + step, len(table) - 1)]
-        return out
+        assert self.uniforms is not None, "a greedy text needs none"
+        place = min(len(self.made) + step, self.limit - 1)
+        return self.uniforms.numbers(use, place + 1)[0, place]
 
     def add(self, tokens: Sequence[int]) -> int:
         """Takes tokens until one ends the text; how many it took."""

@@ -7,11 +7,12 @@ its value. The caller's settings take precedence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.errors import UsageError
+from flatout.infer.generation.token_ids import whole_number
 
 _RULES = (
     *("min_new_tokens", "min_length", "suppress_tokens", "begin_suppress_tokens"),
@@ -101,7 +102,10 @@ def read_settings(model: object, given: Mapping[str, object], *, encodes: bool =
     """
     config = getattr(model, "generation_config", None)
     if config is None:
-        return ModelSettings(end_tokens=_tokens(getattr(getattr(model, "config", None), "eos_token_id", None)))
+        config = getattr(model, "config", None)
+        named = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        return ModelSettings(end_tokens=_tokens(named.get("eos_token_id", getattr(config, "eos_token_id", None))))
+    _check_kind(config)
     value = _reader(config)
     temperature = given.get("temperature")
     greedy = not value("do_sample") if temperature is None else isinstance(temperature, int | float) and not temperature
@@ -125,6 +129,17 @@ def read_settings(model: object, given: Mapping[str, object], *, encodes: bool =
         stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         decoder_start_token=_start(value) if encodes else None,
     )
+
+
+def _check_kind(config: object) -> None:
+    """UsageError for a model's attribute of this name that is something else: none of it would be carried out."""
+    try:
+        vars(config), vars(type(config)())
+    except TypeError as error:
+        what = f"the model's generation_config is a {type(config).__name__}"
+        limit = "settings are read from a GenerationConfig of transformers"
+        remedy = "set model.generation_config = None, and pass the settings to generate"
+        raise UsageError(what, limit=limit, remedy=remedy) from error
 
 
 def _drawing(value: _Read, given: Mapping[str, object]) -> dict[str, object]:
@@ -186,7 +201,13 @@ def _start(value: _Read) -> int | None:
     return start
 
 
-def _tokens(found: int | Sequence[int] | None) -> tuple[int, ...]:
+def _tokens(found: object) -> tuple[int, ...]:
     if found is None:
         return ()
-    return (int(found),) if isinstance(found, int) else tuple(found)
+    number = isinstance(found, str) or getattr(found, "ndim", 1) == 0  # a tensor or array of a single one
+    ids = [whole_number(one) for one in (found if isinstance(found, Iterable) and not number else [found])]
+    tokens = tuple(one for one in ids if one is not None)
+    if len(tokens) < len(ids):
+        limit = "an end token is its id, or a list of ids"
+        raise UsageError(f"the model's eos_token_id is {found!r}", limit=limit, remedy="set it in the model's config")
+    return tokens

@@ -39,8 +39,9 @@ class OwnForward:
 
     def __init__(self, model: nn.Module, plan: Plan, why: str) -> None:
         self._model = weakref.ref(model)
-        self._lock = _LOCKS.setdefault(model, threading.RLock())
-        self.from_transformers = hasattr(model, "generation_config") and hasattr(model, "config")
+        settings = type(getattr(model, "generation_config", None))
+        of_transformers = any(base.__module__.partition(".")[0] == "transformers" for base in settings.__mro__)
+        self.from_transformers = of_transformers and hasattr(model, "config")
         first = next(model.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
         kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
@@ -77,7 +78,7 @@ class OwnForward:
         model = self.model
         call = model if method == "forward" else getattr(model, method.removesuffix("()"))
         call = call() if method.endswith("()") else call
-        with self._lock, evaluating(model), torch.no_grad(), self._numbers():
+        with evaluating(model), torch.no_grad(), self._numbers():
             try:
                 return call(*given, **named)
             except (FlatoutError, torch.OutOfMemoryError):
@@ -164,18 +165,24 @@ def trial_tokens(model: nn.Module, vocabulary: int, count: int, seed: int = 1) -
 def difference(found: Tensor, wanted: Tensor) -> float:
     """Between logits of one shape, as a share of their spread: rounding in fp32 is far below 0.001, others are 1.4."""
     found, wanted = found.float(), wanted.float()
-    spread = max(float(wanted.std()), 1e-4 * float(wanted.abs().max()), 1e-30)
+    spread = max(float(wanted.std(correction=0)), 1e-4 * float(wanted.abs().max()), 1e-30)
     return float((found - wanted).square().mean().sqrt()) / spread
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; each module's own mode is restored."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    """In evaluation mode; each module's own mode is restored. Another thread that wants the same waits: the first to
+    leave would put modules back into training under the other's pass."""
+    with _lock_of(model):
+        training = [module for module in model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def _lock_of(model: nn.Module) -> threading.RLock:
+    return _LOCKS.setdefault(model, threading.RLock())

@@ -165,7 +165,11 @@ def _by_own_forward(model: nn.Module, plan: Plan, why: str) -> tuple[Engine, str
     reason = f"the model's own forward pass over the whole text for each token, without a cache, because {why}"
     reason += f" ({no_state})" if no_state else ""
     reason += "; its own generate() has a cache" if run.from_transformers else ""
-    return WholeTexts(run), reason
+    texts = WholeTexts(run)
+    if not texts.repeats:
+        reason += "; it gives two results for one text (it draws random numbers or keeps state between calls), so the "
+        reason += "same text may not come again"
+    return texts, reason
 
 
 def _check_device(model: nn.Module) -> None:

@@ -47,7 +47,7 @@ def read_prompts(
     ids = [_ids(index, one, tokenizer) for index, one in enumerate(several)]
     if attention_mask is not None:
         ids = _unmasked(ids, attention_mask)
-    elif _may_be_padded(prompts, ids, pad_token):
+    elif _may_be_padded(prompts, several, ids, pad_token):
         assert pad_token is not None
         ids = _without_pads(ids, pad_token, end_tokens)
     return [_checked(index, one, vocabulary, max_tokens) for index, one in enumerate(ids)]
@@ -70,7 +70,8 @@ def _several(prompts: object) -> list[object]:
         return [prompts]
     if isinstance(prompts, torch.Tensor) and prompts.dim() > 0:
         return [prompts] if prompts.dim() == 1 else list(prompts)
-    if not isinstance(prompts, Iterable) or isinstance(prompts, torch.Tensor):
+    number = getattr(prompts, "ndim", 1) == 0  # a tensor or array with the methods of an iterable
+    if number or not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise _wrong_type("the prompts are", prompts)
     held = list(prompts)
     alone = held and all(_is_id(one) for one in held)
@@ -98,7 +99,9 @@ def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _is_row(prompt: object) -> TypeGuard[Sequence[object]]:
-    """A list, a tuple, or an array of numpy."""
+    """A list, a tuple, or an array of numpy; bytes are no token ids."""
+    if isinstance(prompt, bytes | bytearray):
+        return False
     return isinstance(prompt, Sequence) or (hasattr(prompt, "__array__") and getattr(prompt, "ndim", 0) == 1)
 
 
@@ -119,10 +122,10 @@ def _unmasked(ids: list[list[int]], mask: object) -> list[list[int]]:
 
 def _kept(index: int, ids: list[int], mask: Sequence[int]) -> list[int]:
     places = [place for place, one in enumerate(mask) if one == 1]
-    if any(one not in (0, 1) for one in mask):
-        raise UsageError(
-            f"the attention_mask of prompt {index} holds {max(mask)!r}", limit="it is 1 or 0 for each token"
-        )
+    wrong = [one for one in mask if one not in (0, 1)]
+    if wrong:
+        what = f"the attention_mask of prompt {index} holds {wrong[0]!r}"
+        raise UsageError(what, limit="it is 1 or 0 for each token")
     if not places:
         raise UsageError(f"prompt {index} is all padding", limit="a prompt needs at least one token")
     if places[-1] - places[0] + 1 != len(places):
@@ -132,13 +135,11 @@ def _kept(index: int, ids: list[int], mask: Sequence[int]) -> list[int]:
     return ids[places[0] : places[-1] + 1]
 
 
-def _may_be_padded(prompts: object, ids: list[list[int]], pad_token: int | None) -> bool:
+def _may_be_padded(prompts: object, several: Sequence[object], ids: list[list[int]], pad_token: int | None) -> bool:
     """Ids of equal lengths: ragged ones, and texts, are not padded."""
-    if pad_token is None or len({len(one) for one in ids}) != 1 or isinstance(prompts, str):
+    if pad_token is None or len({len(one) for one in ids}) != 1 or any(isinstance(one, str) for one in several):
         return False
-    if isinstance(prompts, torch.Tensor):
-        return True
-    return len(ids) > 1 and isinstance(prompts, Iterable) and not any(isinstance(one, str) for one in prompts)
+    return isinstance(prompts, torch.Tensor) or len(ids) > 1
 
 
 def _without_pads(ids: list[list[int]], pad: int, ends: Sequence[int]) -> list[list[int]]:

@@ -20,7 +20,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ SEEDS = 1 << 63
 
 LEAST_TEMPERATURE = 1e-30
 """Divisor in place of a smaller temperature, which fp32 would round to 0; differences of logits are far above."""
+GREATEST_TEMPERATURE = 1e30
+"""And in place of a greater one, which fp32 would take for infinite: every token that may come is as likely then."""
+LEAST_PENALTY, GREATEST_PENALTY = 1e-6, 1e6
+"""Beyond them a penalised logit may no longer be a finite number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class Sampling:
         _check("min_p", self.min_p, low=0, high=1, remedy="leave it out to keep all tokens")
         remedy = "1.0 is none, 1.1 discourages repetition"
         _check("repetition_penalty", self.repetition_penalty, low=0, above=True, remedy=remedy)
+        _check("repetition_penalty", self.repetition_penalty, low=LEAST_PENALTY, high=GREATEST_PENALTY, remedy=remedy)
         _check("no_repeat_ngram", self.no_repeat_ngram, low=1, whole=True, remedy="leave it out to allow repetition")
         _check("seed", self.seed, low=0, high=SEEDS - 1, whole=True, remedy="leave it out for a fresh one")
         self._check_greedy()
@@ -91,8 +96,8 @@ def _check(
     name: str,
     value: object,
     *,
-    low: int,
-    high: int | None = None,
+    low: float,
+    high: float | None = None,
     above: bool = False,
     whole: bool = False,
     remedy: str,
@@ -167,7 +172,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         return torch.zeros_like(logits, dtype=torch.float32).scatter(1, greedy_tokens(logits)[:, None], 1.0)
     logits = logits.float()
     # Against the greatest logit first: however low the temperature, exp then never overflows.
-    scores = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, LEAST_TEMPERATURE)
+    temperature = min(max(sampling.temperature, LEAST_TEMPERATURE), GREATEST_TEMPERATURE)
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         least = scores.topk(sampling.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < least, -math.inf)
@@ -237,8 +243,15 @@ def next_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = No
     return draw(probabilities(logits, sampling), uniforms)
 
 
+Use = Literal["draws", "acceptances", "proposals"]
+_USES: dict[Use, int] = {"draws": 0, "acceptances": 1, "proposals": 2}
+"""Each has numbers of its own."""
+FIRST_NUMBERS = 256
+
+
 class Uniforms:
     """The uniform numbers in [0, 1) of some prompts: fp64 [prompts, length] tables on the device, made when first used.
+    `numbers` makes them as far as they are needed, where most texts end long before their length.
 
     Row r belongs to the prompt numbered `prompts[r]` among all that the user gave, column p to its generated token p.
     The numbers are those of Philox-4x64-10 with key (seed, use) and counter (position, prompt): integer arithmetic, the
@@ -251,25 +264,35 @@ class Uniforms:
         self.seed = fresh_seed() if seed is None else seed
         """The seed given, or the fresh one: report it, and the same text can be had again."""
         self._prompts, self._length, self._device = prompts, length, device
+        self._tables: dict[Use, Tensor] = {}
 
-    @cached_property
+    @property
     def draws(self) -> Tensor:
         """For `draw`: one a generated token."""
-        return self._table(0)
+        return self.numbers("draws", self._length)
 
-    @cached_property
+    @property
     def acceptances(self) -> Tensor:
         """Whether a draft's token at this position is accepted."""
-        return self._table(1)
+        return self.numbers("acceptances", self._length)
 
-    @cached_property
+    @property
     def proposals(self) -> Tensor:
         """For the draft's own draw at this position: independent of what then judges it."""
-        return self._table(2)
+        return self.numbers("proposals", self._length)
 
-    def _table(self, use: int) -> Tensor:
-        rows = [uniform_row(self.seed, use, prompt, self._length) for prompt in self._prompts]
-        table = np.stack(rows) if rows else np.empty((0, self._length))
+    def numbers(self, use: Use, stop: int) -> Tensor:
+        """fp64 [prompts, at least `stop`, but at most the length]: the first ones of a table."""
+        known = self._tables.get(use)
+        stop = min(stop, self._length)
+        if known is None or known.shape[1] < stop:  # twice as many each time: numbers that are made again cost little
+            count = min(self._length, max(stop, FIRST_NUMBERS, 0 if known is None else 2 * known.shape[1]))
+            known = self._tables[use] = self._table(_USES[use], count)
+        return known
+
+    def _table(self, use: int, length: int) -> Tensor:
+        rows = [uniform_row(self.seed, use, prompt, length) for prompt in self._prompts]
+        table = np.stack(rows) if rows else np.empty((0, length))
         return torch.from_numpy(table).to(self._device)
 
 

@@ -8,6 +8,8 @@ do.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
@@ -72,7 +74,7 @@ def _logits(engine: NativeDecoder | TorchDecoder, tokens: Tensor, *, cut: int) -
 
 def _own_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """fp32 [tokens, vocabulary], by the model's own forward pass without dropout."""
-    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with evaluating(model), torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         found = model(tokens[None], **options)
     logits = getattr(found, "logits", found)

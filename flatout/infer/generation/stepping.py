@@ -237,19 +237,18 @@ class ModelSteps:
         device, model = self._run.device, self._run.model
         texts = torch.stack([trial_tokens(model, self.vocabulary, TOKENS, seed) for seed in (1, 2)]).to(device)
         most = self._run.closeness
-        wholes, states = [], []
-        for text in texts:
-            whole, _ = self.advance(text[None], self._begun(text[None]))
-            _, state = self.advance(text[None, :CUT], self._begun(text[None]))
+        wholes = [self.advance(text[None], self._begun(text[None]))[0][:, -1].clone() for text in texts]
+        # Both are begun before one goes on: a state that the next text overwrites is none.
+        states = [self.advance(text[None, :CUT], self._begun(text[None]))[1] for text in texts]
+        for text, whole, state in zip(texts, wholes, states, strict=True):
             rest, _ = self.advance(text[None, CUT:], state)
-            apart = difference(rest[0, -1], whole[0, -1])
+            apart = difference(rest[0, -1], whole[0])
             if apart > most:
                 what = f"from the state after {CUT} tokens on, the logits differ from the whole text's by {apart:.1%}"
                 limit = f"{most:.1%} of their spread is allowed: the state is all that is kept of a text"
-                raise UsageError(what, limit=limit, remedy="return a state that holds everything of the tokens before")
-            wholes.append(whole[0, -1])
-            states.append(state)
-        self._dimensions = self._found_dimensions(texts, wholes, states[0], most)
+                remedy = "return a state that holds everything of the tokens before, in memory of its own"
+                raise UsageError(what, limit=limit, remedy=remedy)
+        self._dimensions = self._found_dimensions(texts, [whole[0] for whole in wholes], states[0], most)
 
     def _found_dimensions(
         self, texts: Tensor, wholes: list[Tensor], single: State, most: float

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,8 @@ class TokenRules:
                 raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 0")
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             object.__setattr__(self, name, _ids(name, getattr(self, name)))
-        words = self.bad_words_ids or ()
+        words = self.bad_words_ids
+        words = words.tolist() if isinstance(words, np.ndarray | Tensor) else words or ()
         if not isinstance(words, list | tuple):
             raise UsageError(f"bad_words_ids is {words!r}", limit="it is a list of lists of token ids")
         object.__setattr__(self, "bad_words_ids", tuple(_ids("bad_words_ids", one) for one in words))
@@ -235,7 +237,8 @@ class Rows:
         self._choice, self._place = choice, place
         self._draws: Tensor | None = None
         if not choice.sampling.greedy:
-            rows = [one.draws[0, start : start + ahead] for one, start in zip(uniforms, made, strict=True) if one]
+            drawn = zip(uniforms, made, strict=True)
+            rows = [one.numbers("draws", start + ahead)[0, start : start + ahead] for one, start in drawn if one]
             self._draws = torch.stack(rows).to(device)
         self._step = 0
 

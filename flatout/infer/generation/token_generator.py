@@ -43,6 +43,8 @@ DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
 """Sequences processed at once: a step still costs about as much as reading the weights."""
 MAX_NEW_TOKENS = 64
 """Where neither the caller nor the model says how many."""
+_ENDLESS = 1 << 62
+"""More tokens than any text gets: tensors hold no larger numbers."""
 _ELSEWHERE = {
     "do_sample": "pass temperature=1.0 to sample; without a temperature the text is greedy",
     "eos_token_id": "pass stop=[...] with further tokens that end a text; the model's own end token does anyway",
@@ -294,8 +296,8 @@ class TokenGenerator:
         stops: Stops,
         seed: int | None,
     ) -> Text:
-        limit = min(wanted, room)
-        at_limit: Reason = "length" if limit == wanted else "context"
+        limit = min(wanted, room, _ENDLESS)
+        at_limit: Reason = "context" if limit == room < wanted else "length"
         return Text(
             index=index,
             prompt=prompt,

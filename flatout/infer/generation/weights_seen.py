@@ -30,7 +30,8 @@ class WeightsSeen:
     Noticed are: other tensors or modules (`load_state_dict(assign=True)`, a layer replaced), tensors moved or given
     other memory (`.to()`, `.data = `), anything that autograd counts (optimizer steps, `copy_`, `load_state_dict`),
     and writing past its counter (`.data.mul_()`, a numpy view) that changes a whole tensor, row or column: a value out
-    of each row is compared too. A single value written past the counter may go unnoticed.
+    of each row is compared too. A single value written past the counter may go unnoticed; so may all that is written
+    past it to a sparse tensor, or to one of a class of its own.
 
     buffers: False for a model that is run by its own forward pass, which may write to them.
     """
@@ -67,14 +68,21 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Values in memory of its own: not a sparse tensor, nor a class of tensors that holds others."""
+    return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+
+
 def _place(tensor: Tensor) -> tuple[object, ...]:
+    if not _is_plain(tensor):
+        return (tensor.dtype, tensor.shape)
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _samples(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
     """About one value of each row, of other columns from row to row, as whole numbers: NaN equals itself then."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in filter(_is_plain, tensors):
         held = tensor.detach()
         flat = held.view(-1) if held.is_contiguous() else held.flatten()
         stride = max(1, held.shape[-1] - 1) if held.dim() > 1 else 1

@@ -34,7 +34,11 @@ class WholeTexts:
         self._no_cache = {"use_cache": False} if run.from_transformers or "use_cache" in parameters else {}
         self.takes_mask = run.from_transformers and "attention_mask" in parameters
         self.takes_places = run.from_transformers and "logits_to_keep" in parameters
-        self.vocabulary = self.logits(torch.zeros(1, 1, dtype=torch.int64, device=self.device)).shape[-1]
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        first = self.logits(one).clone()
+        self.vocabulary = first.shape[-1]
+        self.repeats = not difference(self.logits(one), first) > run.closeness
+        """Whether a text has the same logits twice."""
 
     def passes(self, slots: int) -> WholeTextPasses:
         """Passes over `slots` texts of one run."""

@@ -49,7 +49,7 @@ class Agreement:
     def learn(self, outputs: Iterable[Outputs]) -> None:
         """Learn the norms of rows: without them an output that happens to be near 0 would look wrong."""
         for output in outputs:
-            for path, leaf in output.items():
+            for path, leaf in _as_numbers(output).items():
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
                     rows = _rows(leaf.nan_to_num(0.0, 0.0, 0.0))
                     total, count = self._sizes.get(path, (0.0, 0))
@@ -57,6 +57,7 @@ class Agreement:
 
     def measured(self, found: Outputs, right: Outputs) -> None:
         """These two are known to differ only by rounding."""
+        found, right = _as_numbers(found), _as_numbers(right)
         apart = [
             self._apart(path, leaf, other)
             for path, leaf in found.items()
@@ -70,6 +71,7 @@ class Agreement:
         """Where and by how much they differ beyond rounding; '' if they do not."""
         if found.keys() != right.keys():
             return f"the outputs are {', '.join(found)}, alone {', '.join(right)}"
+        found, right = _as_numbers(found), _as_numbers(right)
         for path, leaf in found.items():
             expected = right[path]
             if not isinstance(leaf, Tensor) or not isinstance(expected, Tensor):
@@ -106,10 +108,23 @@ class Agreement:
 
 def same_bits(a: Sequence[Outputs], b: Sequence[Outputs]) -> bool:
     """Whether all values are equal; NaN equals NaN."""
+    pairs = [(_as_numbers(one), _as_numbers(other)) for one, other in zip(a, b, strict=True)]
     return all(
         one.keys() == other.keys() and all(_same(leaf, other[path]) for path, leaf in one.items())
-        for one, other in zip(a, b, strict=True)
+        for one, other in pairs
     )
+
+
+def _as_numbers(outputs: Outputs) -> Outputs:
+    """The same with sparse tensors written out, and complex ones as pairs of numbers."""
+
+    def plain(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        dense = leaf if leaf.layout is torch.strided else leaf.to_dense()
+        return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+    return {path: plain(leaf) for path, leaf in outputs.items()}
 
 
 def _same(a: object, b: object) -> bool:
@@ -126,7 +141,7 @@ def _rows(leaf: Tensor) -> Tensor:
 
 
 def _inexact(leaf: object) -> TypeGuard[Tensor]:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 SHARE = 0.01

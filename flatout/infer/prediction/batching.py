@@ -39,10 +39,21 @@ class Bounds:
 
 
 def windows(samples: Iterator[T], tokens: Callable[[T], int], bounds: Bounds) -> Iterator[list[T]]:
-    """Runs of samples, each full as the bounds say: at least one sample, and at most one that exceeds the tokens."""
+    """Runs of samples, each full as the bounds say: at least one sample, and at most one that exceeds the tokens.
+
+    Where `samples` raises, those before come first: what was read is not lost.
+    """
     window: list[T] = []
     held = 0
-    for sample in samples:
+    failure: Exception | None = None
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            break
+        except Exception as error:
+            failure = error
+            break
         window.append(sample)
         held += tokens(sample)
         if held >= bounds.window_tokens or len(window) >= bounds.window_items:
@@ -50,6 +61,8 @@ def windows(samples: Iterator[T], tokens: Callable[[T], int], bounds: Bounds) ->
             window, held = [], 0
     if window:
         yield window
+    if failure is not None:
+        raise failure
 
 
 def batches_of(

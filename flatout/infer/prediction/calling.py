@@ -91,10 +91,10 @@ def _vocabulary(model: nn.Module, config: object) -> tuple[int | None, bool]:
     if find is not None:
         size = getattr(_embedding(find), "num_embeddings", None)
         return (size, True) if isinstance(size, int) else (None, True)
-    size = getattr(config, "vocab_size", None)
-    if isinstance(size, int):
-        return size, True
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    size = getattr(config, "vocab_size", None)
+    if isinstance(size, int) and embeddings:  # without one it is the vocabulary of the outputs, as of speech to text
+        return size, True
     return (embeddings[0].num_embeddings, False) if len(embeddings) == 1 else (None, True)
 
 

@@ -122,7 +122,7 @@ class Runner:
             return (self.call or self.placed.model)(*args, **keywords)
 
     def cut(self, output: object, samples: Sequence[Sample], *, padded: bool, rows: int | None = None) -> list[object]:
-        """The output of each sample, on the CPU, in the dtype of the user's model; a row of its own memory each.
+        """The output of each sample, on the CPU, in the dtype that the user's model gives; each in memory of its own.
 
         rows: of the batch, if it was filled up. Raises UsageError where a tensor has not a row for each of them.
         """
@@ -168,8 +168,8 @@ class Runner:
         return made.to(self.placed.dtype) if made.is_floating_point() else made
 
     def _to_host(self, leaf: Tensor) -> Tensor:
-        dtype = self.placed.result_dtype if leaf.is_floating_point() else leaf.dtype
-        return leaf.detach().to(device="cpu", dtype=dtype)
+        dtype = self.placed.result_dtype if leaf.is_floating_point() else None
+        return leaf.detach().to(device="cpu", dtype=dtype or leaf.dtype)
 
     def _stacked(self, samples: Sequence[Sample], longest: int, padding: Noise | None) -> dict[str | int, Tensor]:
         found: dict[str | int, Tensor] = {}
@@ -196,8 +196,8 @@ class Runner:
         return stacked
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        dtype = self.placed.dtype if tensor.is_floating_point() else tensor.dtype
-        moved = tensor.to(device=self.placed.device, dtype=dtype)
+        dtype = self.placed.input_dtype if tensor.is_floating_point() else None
+        moved = tensor.to(device=self.placed.device, dtype=dtype or tensor.dtype)
         if self.placed.channels_last and moved.dim() == 4:
             moved = moved.contiguous(memory_format=torch.channels_last)
         return moved

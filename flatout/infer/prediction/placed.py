@@ -7,7 +7,7 @@ the memory of the model and nothing besides; what needs no change is shared on r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,9 +39,11 @@ class Placed:
 
     model: nn.Module
     dtype: torch.dtype
-    """Of its weights, and of the floating-point inputs it is given."""
-    result_dtype: torch.dtype
-    """Of the user's model, which results get back."""
+    """Of its weights; where they are of several and the plan says none, of the first."""
+    input_dtype: torch.dtype | None
+    """Of the floating-point inputs it is given; None: as they are, for a model of several dtypes or without weights."""
+    result_dtype: torch.dtype | None
+    """Of the user's model, which results get back; None: they stay as they are, as nothing was converted."""
     device: torch.device
     rate: str
     """Whose ceiling binds: fp32, bf16, fp16 or int8."""
@@ -55,25 +57,39 @@ class Placed:
 def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
     """The copy in evaluation mode on `device` (None: where the model is), without gradients.
 
-    Raises PlanError for choices that contradict one another, UsageError for what is no module.
+    Raises PlanError for choices that contradict one another, UsageError for what is no module or has no values.
     """
     as_model(model)
+    if any(one.is_meta for one in model.parameters()):
+        limit = "predict computes with their values"
+        raise UsageError("the model's weights are on the meta device", limit=limit, remedy="load them")
     first = next((one for one in model.parameters() if one.is_floating_point()), None)
-    result_dtype = torch.float32 if first is None else first.dtype
-    dtype = DTYPES[plan.precision] if plan.precision else result_dtype
+    own_dtype = torch.float32 if first is None else first.dtype
+    dtype = DTYPES[plan.precision] if plan.precision else own_dtype
+    kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
     target = _device(device, torch.device("cpu") if first is None else first.device)
     check_bits(plan, target)
     channels_last = plan.memory_format == "channels_last"
 
     def make() -> nn.Module:
-        made = _converted(model, dtype, target)
+        made = _converted(model, dtype if plan.precision else None, target)
         if channels_last:
             made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return made
 
-    name = {one: name for name, one in DTYPES.items()}.get(dtype, "fp32")
+    used = {dtype} if plan.precision else kinds
+    name = next((name for name in ("bf16", "fp16") if DTYPES[name] in used), "fp32")  # the one that rounds most
     rate = "int8" if plan.activations == "int8" else name
-    return Placed(make(), dtype, result_dtype, target, rate, channels_last, make)
+    return Placed(
+        model=make(),
+        dtype=dtype,
+        input_dtype=dtype if plan.precision or len(kinds) == 1 else None,
+        result_dtype=own_dtype if plan.precision else None,
+        device=target,
+        rate=rate,
+        channels_last=channels_last,
+        remake=make,
+    )
 
 
 def check_bits(plan: Plan, device: torch.device) -> None:
@@ -135,14 +151,15 @@ def _device(asked: Device, here: torch.device) -> torch.device:
     return device
 
 
-def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A deep copy whose tensors are already in their new dtype and place when they are made."""
+@torch.inference_mode(False)  # what is made in it cannot be written to later, outside of it
+def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """A deep copy whose tensors are already in their new dtype (None: their own) and place when they are made."""
     memo: dict[int, object] = {}
     kept = _kept_in_their_dtype(model)
     copies: dict[int, Tensor] = {}
 
     def converted(tensor: Tensor) -> Tensor:
-        wanted = dtype if tensor.is_floating_point() and id(tensor) not in kept else tensor.dtype
+        wanted = dtype if dtype and tensor.is_floating_point() and id(tensor) not in kept else tensor.dtype
         return tensor.detach().to(device=device, dtype=wanted, copy=True)
 
     with torch.no_grad():
@@ -150,6 +167,8 @@ def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
             copies[id(parameter)] = nn.Parameter(converted(parameter), requires_grad=False)
         for buffer in model.buffers():
             copies[id(buffer)] = converted(buffer)
+        for tensor in _computed_attributes(model):
+            copies.setdefault(id(tensor), converted(tensor))
     memo.update(copies)
     try:
         made = copy.deepcopy(model, memo)
@@ -159,9 +178,16 @@ def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
         raise UsageError(what, limit="predict works on a copy of it", remedy=remedy) from error
     join_recurrent_weights(made)
     config = getattr(made, "config", None)
-    if hasattr(model, "main_input_name") and hasattr(config, "dtype"):  # Hugging Face models may ask their config
+    if dtype and hasattr(model, "main_input_name") and hasattr(config, "dtype"):  # Hugging Face models may ask theirs
         config.dtype = dtype  # type: ignore[union-attr]
-    return made.eval()
+    made.eval()  # nothing is made of what it returns: a model's own `train` may forget to return it
+    return made
+
+
+def _computed_attributes(model: nn.Module) -> Iterator[Tensor]:
+    """Results of computations that a module keeps, such as a weight that is normed: a deep copy refuses them."""
+    for module in model.modules():
+        yield from (one for one in vars(module).values() if isinstance(one, Tensor) and not one.is_leaf)
 
 
 def _kept_in_their_dtype(model: nn.Module) -> set[int]:

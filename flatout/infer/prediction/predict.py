@@ -15,7 +15,9 @@ gives a `Failed` in its place, and the rest goes on.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, TypeGuard
 
@@ -63,9 +65,10 @@ def predict(
     """Run `model` on every input; iterate over the outputs, or `collect()` them.
 
     inputs: tensors, arrays, lists of token ids, dicts (keywords) or tuples (arguments), without a batch dimension;
-    any iterable, read as it goes. An output is what the model returns for that input without the batch dimension, on
-    the CPU, in the dtype of the model's weights; where it holds values other than tensors that depend on the input,
-    inputs are run one by one. The model itself is not changed: a copy runs, as the plan says.
+    any iterable, read as it goes; where it raises, the outputs of the inputs before come first. An output is what the
+    model returns for that input without the batch dimension, on the CPU, under a plan's precision in the dtype of the
+    model's own weights; where it holds values other than tensors that depend on the input, inputs are run one by one.
+    The model itself is not changed: a copy runs, as the plan says. An autocast around the call does not apply.
 
     plan: precision, weights (on a GPU only int8, with activations), activations, batching, batch_tokens (2048 on a CPU,
     16384 on a GPU), memory_format, fold_batch_norm, compile, matmul_precision, cudnn_benchmark, threads,
@@ -85,7 +88,8 @@ def predict(
 
 
 class Predictor:
-    """A model prepared once for several runs: the same arguments as `predict`; call it with inputs."""
+    """A model prepared once for several runs: the same arguments as `predict`; call it with inputs. Threads may share
+    it: their windows take turns."""
 
     def __init__(
         self,
@@ -140,7 +144,7 @@ class Predictor:
             raise UsageError(f"on_error is {on_error!r}", limit="it is 'mark' or 'raise'")
         predictions = Predictions(self, source, on_error=on_error, first_index=first_index)
         if progress:
-            predictions.show_progress(len(inputs) if total is None and isinstance(inputs, Sized) else total)
+            predictions.show_progress(_count(inputs) if total is None else total)
         return predictions
 
 
@@ -154,7 +158,7 @@ class Predictions:
         self._sequences = False
         self._items = self._failed = 0
         self._seconds = 0.0
-        self._begun = _Counts.of(self._run)
+        self._counts = _Counts()
         self._ready = self._in_order()
 
     def __iter__(self) -> Iterator[Any]:  # here and below: what the model returns
@@ -174,22 +178,22 @@ class Predictions:
     @property
     def figures(self) -> Figures:
         """Of what was done so far."""
-        run, begun = self._run, self._begun
+        run, counts = self._run, self._counts
         rate = run.runner.placed.rate
         ceilings = self._predictor.ceilings
         peak = ceilings.gemm_flops_per_second.get(rate) if ceilings is not None else None
         return Figures(
             items=self._items,
             failed=self._failed,
-            tokens=run.tokens - begun.tokens,
+            tokens=counts.tokens,
             sequences=self._sequences,
-            computed_tokens=run.computed_tokens - begun.computed_tokens,
-            batches={name: count - begun.batches.get(name, 0) for name, count in run.batches.items() if count > 0},
+            computed_tokens=counts.computed_tokens,
+            batches=dict(counts.batches),
             seconds=self._seconds,
-            flops=None if run.flops is None or begun.flops is None else run.flops - begun.flops,
+            flops=counts.flops,
             ceiling_flops_per_second=None if peak is None else peak.value,
             ceiling_dtype=rate,
-            splits=run.splits - begun.splits,
+            splits=counts.splits,
             graphs=None if run.compiled is None else run.compiled.versions,
             notes=tuple(run.notes),
         )
@@ -197,10 +201,10 @@ class Predictions:
     def _in_order(self) -> Iterator[object]:
         bounds = self._predictor.bounds
         for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
-            start = time.perf_counter()
             samples = [one for one in window if isinstance(one, Sample)]
             self._sequences = self._sequences or any(one.is_sequence for one in samples)
-            with self._as_planned(), torch.no_grad():
+            with self._run.lock, self._as_planned(), torch.no_grad(), self._counts.of(self._run):
+                start = time.perf_counter()
                 results = self._run.run(samples)
             results |= {one.index: one for one in window if isinstance(one, Failed)}
             self._seconds += time.perf_counter() - start
@@ -239,26 +243,55 @@ class Predictions:
 
     @contextlib.contextmanager
     def _as_planned(self) -> Iterator[None]:
-        """Settings of the process are restored before a result is returned."""
+        """Settings of the process are restored before a result is returned; the precision is the plan's, not that of an
+        autocast around the call."""
         levers = [lever for lever in levers_of("predict") if lever.of_process]
+        choices = choices_of_plan(self._predictor.plan.choices(), levers)
         applied = Applied(Subject())
-        applied.set(choices_of_plan(self._predictor.plan.choices(), levers))
-        try:
-            yield
-        finally:
-            applied.set([])
+        # Two threads that set and restore in turns would leave one's settings behind.
+        with _PROCESS if choices else contextlib.nullcontext():
+            applied.set(choices)
+            try:
+                with torch.autocast(self._run.runner.placed.device.type, enabled=False):
+                    yield
+            finally:
+                applied.set([])
+
+
+_PROCESS = threading.RLock()
+"""Held while a plan's settings of the whole process are on."""
 
 
 class _Counts:
-    """Where a run stood when these predictions began: a Predictor may be called several times."""
+    """What a run did for these predictions: a Predictor may be called several times, and these calls take turns."""
 
-    def __init__(self, run: WindowRun) -> None:
-        self.tokens, self.computed_tokens, self.splits = run.tokens, run.computed_tokens, run.splits
-        self.batches, self.flops = dict(run.batches), run.flops
+    def __init__(self) -> None:
+        self.tokens = self.computed_tokens = self.splits = 0
+        self.batches: Counter[str] = Counter()
+        self.flops: float | None = 0.0
 
-    @classmethod
-    def of(cls, run: WindowRun) -> _Counts:
-        return cls(run)
+    @contextlib.contextmanager
+    def of(self, run: WindowRun) -> Iterator[None]:
+        """What it does until the context ends is added."""
+        tokens, computed, splits, flops = run.tokens, run.computed_tokens, run.splits, run.flops
+        batches = Counter(run.batches)
+        try:
+            yield
+        finally:
+            self.tokens += run.tokens - tokens
+            self.computed_tokens += run.computed_tokens - computed
+            self.splits += run.splits - splits
+            self.batches += run.batches - batches
+            counted = None if run.flops is None or flops is None else run.flops - flops
+            self.flops = None if counted is None or self.flops is None else self.flops + counted
+
+
+def _count(inputs: object) -> int | None:
+    """None where it is not known: a DataLoader has a length, and raises if its dataset has none."""
+    try:
+        return len(inputs) if isinstance(inputs, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _check_inputs(inputs: object) -> None:

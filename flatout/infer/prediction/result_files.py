@@ -294,12 +294,17 @@ class _Writable:
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name or 'one value'} (of type {type(value).__name__})" for name, value in values.items())
+    def kind(value: object) -> str:
+        if not isinstance(value, Tensor):
+            return type(value).__name__
+        return f"{'' if value.layout is torch.strided else 'sparse '}Tensor, {value.dtype}"
+
+    return ", ".join(f"{name or 'one value'} (of type {kind(value)})" for name, value in values.items())
 
 
 def _fits_json(value: object) -> bool:
     if isinstance(value, Tensor):
-        return not value.is_complex()
+        return not value.is_complex() and value.layout is torch.strided
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind in "biufU"
     return value is None or isinstance(value, str | int | float)
@@ -308,16 +313,18 @@ def _fits_json(value: object) -> bool:
 def _fits_safetensors(value: object) -> bool:
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind in "biuf"
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor) and value.dtype is not torch.complex128 and value.layout is torch.strided
 
 
 _IN_LINES = _Form(
     _fits_json,
-    "lines hold tensors, arrays, numbers, texts, truth values and None",
+    "lines hold dense real tensors, arrays, numbers, texts, truth values and None",
     "return such values from the model's forward",
 )
 _IN_FOLDERS = _Form(
-    _fits_safetensors, "a folder holds tensors and arrays", "write numbers and texts to a file: --out NAME.jsonl"
+    _fits_safetensors,
+    "a folder holds dense tensors up to complex64, and arrays",
+    "write numbers and texts to a file: --out NAME.jsonl",
 )
 
 

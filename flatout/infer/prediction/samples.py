@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,11 +94,16 @@ def _named(value: object, calling: Calling) -> dict[str | int, object]:
 
 def _tensor(name: str | int, part: object) -> Tensor:
     try:
+        if isinstance(part, np.ndarray):  # torch takes no negative strides, as of a flipped image, nor foreign bytes
+            part = np.array(part, dtype=part.dtype.newbyteorder("="), order="C")
         tensor = part.detach().clone() if isinstance(part, Tensor) else torch.tensor(part, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         what = f"input {name!r} is {_shown(part)}" if not isinstance(name, int) else f"the input is {_shown(part)}"
         remedy = "tokenise texts first" if isinstance(part, str) else ""
         raise UsageError(what, limit=KINDS, remedy=remedy) from error
+    if tensor.is_nested:
+        remedy = "pass what it holds as an input each"
+        raise UsageError("the input is a nested tensor", limit=KINDS, remedy=remedy)
     if tensor.dtype in (torch.uint8, torch.uint16, torch.int8, torch.int16, torch.uint32) and tensor.dim() == 1:
         tensor = tensor.long()  # tokens as files hold them
     return tensor
@@ -106,7 +112,12 @@ def _tensor(name: str | int, part: object) -> Tensor:
 def whole_numbers_hint(error: BaseException, sample: Sample) -> str:
     """The remedy where a model does not compute with the whole numbers that it was given; '' for other errors."""
     first = next(iter(sample.tensors.values()))
-    if first.is_floating_point() or not isinstance(error, RuntimeError) or "type" not in str(error):
+    if (
+        first.is_floating_point()
+        or first.is_complex()
+        or not isinstance(error, RuntimeError)
+        or "type" not in str(error)
+    ):
         return ""
     return "whole numbers are given to the model as they are, in one dimension as ids (int64): save others as float32"
 
@@ -130,7 +141,8 @@ def _take_full_mask(tensors: dict[str | int, Tensor], calling: Calling) -> torch
 
 def _length(tensors: dict[str | int, Tensor], calling: Calling) -> int | None:
     def has_one(tensor: Tensor) -> bool:
-        vector = tensor.dim() == 1 and tensor.is_floating_point() and calling.mask_name is None
+        number = tensor.is_floating_point() or tensor.is_complex()
+        vector = tensor.dim() == 1 and number and calling.mask_name is None
         return 1 <= tensor.dim() <= 2 and not vector
 
     return next((one.shape[0] for one in tensors.values() if has_one(one)), None)
@@ -157,7 +169,7 @@ def _check_ids(tokens: Tensor, inputs: int, calling: Calling) -> None:
     what it takes, but there."""
     if calling.vocabulary is None or (not calling.vocabulary_sure and (calling.checks_itself or inputs > 1)):
         return
-    if tokens.is_floating_point() or tokens.dtype is torch.bool:
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool:
         if not calling.vocabulary_sure:
             return
         remedy = "pass whole numbers, as with .long()"
@@ -179,6 +191,9 @@ LOUD = 4.0
 """Times the largest value: no maximum, norm or sum is unmoved by it."""
 
 
+_NOT_COMPUTED_IN = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def disturbed(sample: Sample, how: float) -> Sample:
     """The same shapes; the first tensor has other values. `how` > 1: larger numbers, below 1: smaller ones."""
     first, *rest = sample.tensors
@@ -187,10 +202,14 @@ def disturbed(sample: Sample, how: float) -> Sample:
 
 
 def _other(tensor: Tensor, how: float) -> Tensor:
-    if tensor.is_floating_point():
+    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():  # torch does not compute in 8 bits
+        return _other(tensor.float(), how).to(tensor.dtype)
+    if tensor.is_floating_point() or tensor.is_complex():
         return tensor * how + 0.25
     if tensor.dtype is torch.bool or not tensor.numel():
         return tensor
+    if tensor.dtype in _NOT_COMPUTED_IN:
+        return _other(tensor.long(), how).to(tensor.dtype)
     mirrored = tensor.max() + tensor.min() - tensor
     if how < 1 and not torch.equal(tensor.flip(0), tensor):
         return tensor.flip(0)
@@ -225,7 +244,10 @@ class Noise:
             return (drawn * signs * size).to(part.dtype)
         if part.dtype is torch.bool:
             return self._whole_numbers(0, 1, shape).bool()
-        low, high = int(part.min()), int(part.max())
+        if part.is_complex():
+            drawn = torch.stack([self.like(torch.view_as_real(part), (2, *shape))[one] for one in (0, 1)], -1)
+            return torch.view_as_complex(drawn).to(part.dtype)
+        low, high = (int(one) for one in part.long().aminmax())
         if self._vocabulary is not None and low >= 0 and high < self._vocabulary:
             low, high = 0, self._vocabulary - 1
         return self._whole_numbers(low, high, shape).to(part.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -66,6 +67,8 @@ class WindowRun:
 
     def __init__(self, placed: Placed, plan: Plan, bounds: Bounds, *, check_finite: bool) -> None:
         self.plan, self.bounds, self.check_finite = plan, bounds, check_finite
+        self.lock = threading.Lock()
+        """One window at a time: threads may share a predictor, and a window hooks and learns about the one copy."""
         self.runner = Runner(placed, calling_of(placed.model))
         self.notes = placed.notes
         self.batches: Counter[str] = Counter()
@@ -83,8 +86,8 @@ class WindowRun:
         self._operations = Operations()
 
     def run(self, samples: Sequence[Sample]) -> dict[int, object]:
-        """Results or `Failed` by index. Raises UsageError or the model's own error where no sample ever worked, and
-        UsageError where results that were returned before are in doubt."""
+        """Results or `Failed` by index; call it with `lock` held. Raises UsageError or the model's own error where no
+        sample ever worked, and UsageError where results that were returned before are in doubt."""
         results: dict[int, object] = {}
         if not samples:
             return results
@@ -374,7 +377,9 @@ class WindowRun:
         if not self.check_finite:
             return output
         for path, leaf in output_tensors(output):
-            if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            if leaf.layout is not torch.strided:
+                leaf = leaf.to_dense()
+            if (leaf.is_floating_point() or leaf.is_complex()) and not bool(leaf.isfinite().all()):
                 count = int((~leaf.isfinite()).sum())
                 what = f"{path} has {count} of {leaf.numel()} values that are inf or NaN"
                 remedy = "try a plan with precision = 'fp32'" if self.plan.precision in ("bf16", "fp16") else ""

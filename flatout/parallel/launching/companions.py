@@ -25,7 +25,14 @@ class Guard:
     """Knows the process groups that would have to be killed, and a folder that would have to be removed."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="flatout-launch-"))
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="flatout-launch-"))
+        except OSError as error:
+            raise MachineError(
+                f"no folder for temporary files can be made: {error.strerror}",
+                limit="ranks say in small files there how far they are",
+                remedy="free some space, or set TMPDIR to a folder that you may write",
+            ) from error
         """Small files of the launcher and its ranks, while they run."""
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard_module.__file__, str(self.folder)],

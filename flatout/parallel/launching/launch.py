@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from flatout.errors import FlatoutError, MachineError
 from flatout.parallel.launch_request import Launch
@@ -42,8 +43,9 @@ def launch(request: Launch, *, tell: Callable[[Event], None] = say_nothing, gpus
     """
     if not hasattr(signal, "pthread_sigmask") or sys.platform == "win32":
         raise MachineError("launch on this system", limit="ranks are ended by signals", remedy="use Linux or macOS")
-    signals = Signals()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_standard_streams())  # before anything else takes their numbers
+        signals = Signals()
         stack.callback(signals.close)
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(signals.watched())
@@ -57,13 +59,14 @@ def launch(request: Launch, *, tell: Callable[[Event], None] = say_nothing, gpus
         guard = Guard()
         stack.callback(guard.close)
         ranks = LocalRanks(request, output, guard)
-        stack.callback(output.drain)
+        stack.callback(output.drain, hurried=lambda: signals.came)
         stack.callback(ranks.close)
 
         def told(event: Event) -> None:
             if not request.quiet or is_essential(event):
-                with output.between_lines():
-                    tell(event)
+                with output.between_lines() as readable:
+                    if readable:
+                        tell(event)
 
         if meeting.only_here is not None:
             told(meeting.only_here)
@@ -72,6 +75,22 @@ def launch(request: Launch, *, tell: Callable[[Event], None] = say_nothing, gpus
         if meeting.connection is not None:
             return Member(request, facts, local, meeting.connection, signals, told).run()
         return Leader(request, facts, local, meeting.gate, signals, told, guard.folder).run()
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Those that are closed (`flatout launch ... >&-`) lead nowhere: their numbers would be given to pipes of ours."""
+    opened = []
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened.append(os.open(os.devnull, os.O_RDWR))  # takes the lowest number that is free
+    try:
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 class _Meeting:

@@ -61,6 +61,8 @@ CLOCK_SECONDS = 2.0
 """Clocks that differ by more are reported: files would seem to be from the future."""
 RETURN_SECONDS = 15.0
 """For a lost machine to come back, where the job can go on without it."""
+GONE_SECONDS = 5 * BEAT_SECONDS
+"""Of silence: a machine that has the same number is then taken for this one, started again."""
 END_SECONDS = 60.0
 """Beyond the grace: for a machine to say that nothing is left of its ranks."""
 FINISH_SECONDS = 2.0
@@ -361,7 +363,7 @@ class Leader:
         for machine in machines:
             machine.send(End(at_once=at_once))
         deadline = time.monotonic() + self._request.grace_seconds + END_SECONDS
-        while gone < {0, *(one.slot for one in self._others if one.lost is None)}:
+        while not gone >= {0, *(one.slot for one in self._others if one.lost is None)}:
             for number, message in self._turn(TICK_SECONDS):
                 if isinstance(message, AllEnded):
                     gone.add(number)
@@ -485,6 +487,10 @@ class Leader:
             ):
                 self._turn_away(machine, None, {})
                 continue
+            taken = {one.slot: one for one in self._others if one.lost is None}
+            if machine.node_rank == 0 or machine.node_rank in taken:  # before ranks are ended for its sake
+                self._turn_away(machine, machine.node_rank, taken)
+                continue
             self._new_here.append(machine)
 
     def _tell(self, event: Event) -> None:
@@ -494,8 +500,12 @@ class Leader:
 
 
 def _same(one: RemoteMachine, other: RemoteMachine) -> bool:
-    """Are they the same machine, which connects again?"""
-    return one.identity == other.identity or (one.node_rank is not None and one.node_rank == other.node_rank)
+    """Are they the same machine, which connects again: its launcher, or another one after its end? Two launchers that
+    are both there and were given one number are not."""
+    if one.identity == other.identity:
+        return True
+    gone = one.lost is not None or one.silent_seconds > GONE_SECONDS
+    return gone and one.node_rank is not None and one.node_rank == other.node_rank
 
 
 def what_all_ask(request: Launch) -> str:

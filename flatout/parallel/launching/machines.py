@@ -24,6 +24,7 @@ from flatout.parallel.launching.messages import (
     Forward,
     Message,
     Place,
+    Present,
     Refuse,
 )
 from flatout.parallel.launching.output import Output
@@ -76,6 +77,9 @@ class LocalMachine:
         """What has happened here since the last call."""
         answers, self._answers = self._answers, []
         if self._attempt is None:
+            if (now := time.monotonic()) - self._beats_at >= BEAT_SECONDS:  # it waits for other machines
+                self._beats_at = now
+                answers.append(Present())
             return answers
         answers += [Ended(attempt=self._attempt, end=one) for one in self.ranks.ended()]
         now, failing = time.monotonic(), self.ranks.failing()
@@ -107,28 +111,40 @@ class RemoteMachine:
         """Its number in the job, once it has one."""
         self.lost: str | None = None
         """Why it takes part no more."""
+        self._broken: str | None = None
+        """Why nothing can be sent to it."""
         self.has_spoken = False
         """Has it said anything that could be understood?"""
 
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self.connection.heard_at
+
     def send(self, message: Message) -> None:
-        if self.lost is None:
+        if self.lost is None and self._broken is None:
             try:
                 self.connection.send(message)
             except Disconnected as error:
-                self.lost = str(error)
+                self._broken = str(error)  # what it said before it went is read first: perhaps why it did
 
     def poll(self) -> list[Message]:
         """What it has said since the last call; sets `lost` where it has gone."""
         if self.lost is not None:
             return []
         try:
-            self.connection.flush()
+            if self._broken is None:
+                self.connection.flush()
+        except Disconnected as error:
+            self._broken = str(error)
+        try:
             messages = self.connection.receive()
         except Disconnected as error:
-            self.lost = str(error)
+            self.lost = self._broken or str(error)
+            return []
+        if not messages and self._broken is not None:
+            self.lost = self._broken
             return []
         self.has_spoken = self.has_spoken or bool(messages)
-        silent = time.monotonic() - self.connection.heard_at
-        if not messages and silent > LOST_SECONDS:
-            self.lost = f"nothing heard for {silent:.0f} s"
+        if not messages and self.silent_seconds > LOST_SECONDS:
+            self.lost = f"nothing heard for {self.silent_seconds:.0f} s"
         return messages

@@ -163,7 +163,7 @@ class Refuse:
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
-    """Machine 0 is there."""
+    """Whoever says so is there."""
 
 
 Message = (
@@ -276,5 +276,6 @@ class Connection:
         return None
 
     def close(self) -> None:
+        self._read()  # a socket that is closed with something unread may take back what it has sent
         with contextlib.suppress(OSError):
             self.socket.close()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from flatout.parallel.launching.failure import HEADER
 
@@ -25,6 +26,11 @@ BAR_SECONDS = 10.0
 REDRAW_SECONDS = 0.1
 IDLE_SECONDS = 0.5
 """A pipe that a process outside holds open is left after nothing has come for so long."""
+TALK_SECONDS = 5.0
+"""The same of one that goes on talking, not counting the time in which what it says is being written."""
+HURRIED_SECONDS = 1.0
+BLOCKED_SECONDS = 1.0
+"""A reader that has read nothing for so long is not waited for by what ends ranks."""
 _CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -80,9 +86,20 @@ class Sink:
             except OSError:
                 self.gone = True
 
+    def is_ready(self, seconds: float) -> bool:
+        """Within so many seconds: can a line be written to it without waiting for its reader? The lock is held."""
+        try:
+            return bool(select.select([], [self._descriptor], [], seconds)[1])
+        except (OSError, ValueError):  # it is closed, or no descriptor
+            return True
+
     def close(self) -> None:
-        if self._screen is not None:
-            self.draw(b"")
+        if self._screen is not None and self.lock.acquire(timeout=BLOCKED_SECONDS):
+            try:
+                if self._screen.bar:
+                    self.draw(b"")
+            finally:
+                self.lock.release()
 
 
 class Stream:
@@ -220,19 +237,34 @@ class Output:
         return self.stdout.gone
 
     @contextlib.contextmanager
-    def between_lines(self) -> Iterator[None]:
-        """Within, this thread may write to stderr."""
-        with self.stderr.lock:
-            self.stderr.close()
-            yield
+    def between_lines(self) -> Iterator[bool]:
+        """Within, this thread may write to stderr; False: nobody has read it for long, and this thread, which passes
+        signals on, must not wait."""
+        if not self.stderr.lock.acquire(timeout=BLOCKED_SECONDS):
+            yield False
+            return
+        try:
+            ready = self.stderr.is_ready(BLOCKED_SECONDS)
+            if ready:
+                self.stderr.close()
+            yield ready
+        finally:
+            self.stderr.lock.release()
 
-    def drain(self) -> None:
-        """Wait for the end of all pipes, but not for a process outside that holds one open and says nothing."""
+    def drain(self, *, hurried: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the end of all pipes, but not for a process outside that holds one open and says nothing, nor for
+        long for one that goes on talking. hurried: a signal has come; what nobody reads is left."""
+        began = time.monotonic()
+        talked = 0.0
         while waiting := [one for one in self._streams if one.thread.is_alive()]:
             now = time.monotonic()
-            if all(not one.writes and now - one.heard_at > IDLE_SECONDS for one in waiting):
+            writes = any(one.writes for one in waiting)
+            if not writes and all(now - one.heard_at > IDLE_SECONDS for one in waiting):
+                break
+            if talked > TALK_SECONDS or (hurried() and now - began > HURRIED_SECONDS):
                 break
             waiting[0].thread.join(0.02)
+            talked += 0.0 if writes else time.monotonic() - now
         self._streams = [one for one in self._streams if one.thread.is_alive()]
         self.stdout.close()
         self.stderr.close()

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from flatout.errors import UsageError
 from flatout.machine.detect import detect
 from flatout.parallel.launch_request import MOST_RANKS
+from flatout.plan_document import short
 
 AUTO = "auto"
+MOST_DIGITS = 9
+"""Of a number on the command line: Python refuses to read one of thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +51,10 @@ def ranks_asked(asked: str, *, option: str = "--nproc-per-node") -> int | None:
     """The number; None: 'auto'. Raises UsageError for anything else."""
     if asked == AUTO:
         return None
-    if not (asked.isascii() and asked.isdecimal()) or not 1 <= int(asked) <= MOST_RANKS:
+    digits = asked.isascii() and asked.isdecimal() and len(asked) <= MOST_DIGITS
+    if not digits or not 1 <= int(asked) <= MOST_RANKS:
         raise UsageError(
-            f"{option} is {asked!r}",
+            f"{option} is {short(asked)}",
             limit=f"it is {AUTO!r} or a number from 1 to {MOST_RANKS}",
             remedy=f"use {option} {AUTO}: a rank for each GPU",
         )

@@ -35,6 +35,11 @@ class Signals:
         with contextlib.suppress(OSError):
             os.write(self._write, b"!")
 
+    @property
+    def came(self) -> bool:
+        """Has there been any?"""
+        return self._count > 0 or bool(self._arrived)
+
     def taken(self) -> list[Signalled]:
         """Each once."""
         with contextlib.suppress(BlockingIOError):

@@ -20,6 +20,7 @@ from flatout.data.nested import map_tensors, tensors_in
 from flatout.errors import PlanError, UsageError
 from flatout.parallel.averaging import same_on_all_ranks
 from flatout.parallel.pipeline.balance import split_evenly
+from flatout.parallel.pipeline.buffers import Buffers
 from flatout.parallel.pipeline.chain import Chain
 from flatout.parallel.pipeline.ownership import Ownership, OwnState, sent
 from flatout.parallel.strategy import Strategy, group_or_none
@@ -96,8 +97,19 @@ class Stages:
 
     def place(self, model: nn.Module, forward: Callable[[], object]) -> Ownership:
         """Measure `forward`, and give each rank its blocks. A collective."""
-        every = [self.chain.observe(forward) for _ in range(1 + TIMES)][1:]
         blocks = self.chain.blocks
+        buffers = Buffers(model)
+        try:
+            every = [self.chain.observe(forward) for _ in range(1 + TIMES)][1:]
+        finally:
+            changed = buffers.put_back({module for block in blocks for module in block.modules()})
+        if changed:
+            raise UsageError(
+                f"a forward pass changes {changed[0]}, which is outside of the repeated blocks, and parallel is "
+                "'pipeline'",
+                limit="what is around the blocks is computed by some of the ranks, and each would have other values",
+                remedy="move it into the blocks, or use parallel = 'ddp'",
+            )
         found: list[Any] = [None]
         if self.across.rank == 0:
             seconds = [min(one.seconds[i] for one in every) for i in range(len(blocks))]
@@ -232,7 +244,7 @@ class Pipeline:
                     limit="parallel = 'pipeline' sends the same ones in each step",
                     remedy="return the same figures every time",
                 )
-            values = torch.stack([loss, *figures.values()]).to(values)
+            values = torch.stack([one.to(values) for one in (loss, *figures.values())])
         distributed.broadcast(values, source, group=self._across.group)
         found = values.float().unbind()
         if first and self._finite and not found[0].isfinite():
@@ -282,8 +294,12 @@ class Pipeline:
         """Shape and dtype of what stages pass on: the first one tries it. A collective."""
         found: list[Any] = [None]
         if self._across.rank == 0:
-            with torch.random.fork_rng(devices=self._cuda()), torch.no_grad():
-                hidden = self._stages.chain.stage(forward, 0, self._stages.begins[1], None)
+            buffers = Buffers(self._model)
+            try:
+                with torch.random.fork_rng(devices=self._cuda()), torch.no_grad():
+                    hidden = self._stages.chain.stage(forward, 0, self._stages.begins[1], None)
+            finally:
+                buffers.put_back()
             found = [(tuple(hidden.shape), hidden.dtype)]
         distributed.broadcast_object_list(found, distributed.get_global_rank(self._across.group, 0), self._across.group)
         shape, dtype = found[0]

@@ -98,7 +98,7 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
             arguments, left_out = _arguments(script)
             hidden = hidden or left_out
             label, verb = commands[kind]
-            blocks.append(Code(label=label, text=" ".join([verb, shlex.quote(script.text("name")), *arguments])))
+            blocks.append(Code(label=label, text=" ".join([verb, _target(script.text("name")), *arguments])))
     if spec := sources["strategies"].text("spec") if "strategies" in sources else "":
         ranks = sources["strategies"].number("ranks") or 0
         blocks.append(Code(label="Choose again", text=f"flatout tune --devices {ranks:.0f} {shlex.quote(spec)}"))
@@ -114,13 +114,18 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
     rows = [
         (
             f"{kind} document",
-            files[kind],
+            clean(files[kind]),
             f"Flatout {header.text('version')}, schema {header.number('schema') or 0:.0f}",
         )
         for kind, header in ((kind, doc.at("flatout")) for kind, doc in sources.items())
     ]
     blocks.append(Facts(rows=tuple(rows)))
     return Section(id="reproduce", title="How to reproduce this", blocks=tuple(blocks))
+
+
+def _target(name: str) -> str:
+    """Quoted for a shell: a file, or '-m package.module'."""
+    return f"-m {shlex.quote(name.removeprefix('-m '))}" if name.startswith("-m ") else shlex.quote(name)
 
 
 def _arguments(script: Part) -> tuple[list[str], bool]:

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from flatout.errors import UsageError
 
 _LONGEST_TEXT = 2000
+_LARGEST_NUMBER = 1e200
+"""Nothing that is measured comes near it, and sums of numbers below it are finite too."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 """Control characters, those that reverse the direction of text, and what UTF-8 cannot hold."""
 
@@ -113,7 +115,7 @@ def _number(value: object, where: str) -> float | None:
         found = float(value)
     except OverflowError:
         found = math.inf
-    if not math.isfinite(found):
+    if not abs(found) <= _LARGEST_NUMBER:
         raise _wrong(value, where, "a finite number")
     return found
 

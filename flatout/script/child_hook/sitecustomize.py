@@ -107,7 +107,8 @@ def when_first_optimizer(call: Callable[[], None]) -> None:
 
 def _load_the_users_own() -> None:
     """Raises the ImportError that Python expects where there is none: no `sitecustomize` is loaded then."""
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != FOLDER]
+    # `abspath` would ask for the current folder, which the script may have removed.
+    sys.path[:] = [folder for folder in sys.path if os.path.normpath(folder) != FOLDER]
     sys.meta_path.insert(0, TorchWatch(list(sys.path)))
     del sys.modules["sitecustomize"]
     import sitecustomize  # noqa: F401

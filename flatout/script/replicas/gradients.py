@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from flatout.levers.grad_attribute import get_grad, set_grad
-from flatout.parallel.averaging import packets
+from flatout.parallel.averaging import are_sent_as_they_are, packets, sent_by_first
 from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
@@ -136,8 +136,13 @@ def from_first(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
     import torch
     from torch import distributed
 
+    together: list[Tensor] = []
+    alone: list[Tensor] = []
+    for one in tensors:
+        (together if are_sent_as_they_are([one]) else alone).append(one)
+    sent_by_first(alone, group)
     with torch.no_grad():
-        for packet in packets([one.detach() for one in tensors]):
+        for packet in packets([one.detach() for one in together]):
             flat = torch.cat([one.reshape(-1) for one in packet])
             distributed.broadcast(flat, 0, group=group)
             _copy(flat, packet)

@@ -17,6 +17,8 @@ from flatout import environment
 from flatout.errors import UsageError
 from flatout.machine.detect import detect, usable_cores
 from flatout.parallel.launch_request import Launch
+from flatout.parallel.launching.rank_count import MOST_DIGITS
+from flatout.plan_document import short
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.replicas.refusal import refusal_of
@@ -55,10 +57,12 @@ def device_count(asked: str, *, on_cpu: bool) -> tuple[int, tuple[str, ...]]:
                 remedy="say how many ranks to start on the CPU: --devices 2",
             )
         count = len(gpus)
-    elif asked.isdecimal() and int(asked) > 0:
+    elif asked.isdecimal() and len(asked) <= MOST_DIGITS and int(asked) > 0:
         count = int(asked)
     else:
-        raise UsageError(f"--devices is {asked!r}", limit="it is a number from 1, or auto", remedy="use --devices 2")
+        raise UsageError(
+            f"--devices is {short(asked)}", limit="it is a number from 1, or auto", remedy="use --devices 2"
+        )
     if gpus and count > len(gpus):
         raise UsageError(
             f"--devices is {count}, and {counted(len(gpus), 'GPU')} may be used",

@@ -138,6 +138,8 @@ class IsolatedChild:
             )
         except FlatoutError as error:
             self.finish({"event": "refused", "reason": str(error)})
+        except OSError as error:
+            self.finish({"event": "refused", "reason": f"a trial cannot be kept from your files: {error}"})
         self.write({"event": "isolated", **asdict(self.isolation)})
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from flatout.environment import inductor_folder
+from flatout.environment import inductor_folder, takes_files
 from flatout.levers.lever import Choice
 from flatout.machine.detect import usable_cores
 from flatout.script.entry import Target
@@ -126,8 +126,10 @@ class TrialSetup:
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """All folders to which trials write for real; compiled kernels are kept, too."""
-        return inductor_folder(), self.shared_folder, *self.shared
+        """All folders to which trials write for real; compiled kernels are kept, too, where there is a place for
+        them."""
+        kernels = inductor_folder()
+        return *([kernels] if takes_files(kernels) else []), self.shared_folder, *self.shared
 
     @property
     def starts_overlap(self) -> bool:

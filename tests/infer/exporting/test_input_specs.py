@@ -61,6 +61,7 @@ def test_positional_beside_named_and_files(tmp_path: Path) -> None:
         ("int8[2]<1000", "int8 goes to 127"),
         ("int64[2]<0", "leaves no number"),
         ("float32[2]<5", "only whole numbers have one"),
+        ("float32[99999999999999999999,4]", "an example of at most 8 GiB is drawn"),
         ("x=float32[2]", r"forward does not take x \(missing.*it is forward\(ids"),
         ("nowhere.npz", "no such file: nowhere.npz"),
         ("junk.npz", "junk.npz cannot be read"),
@@ -78,6 +79,11 @@ def test_bad_specs(spec: str, says: str, tmp_path: Path, monkeypatch: pytest.Mon
     torch.save(7, tmp_path / "number.pt")
     with pytest.raises(UsageError, match=says):
         example_inputs(Two(), [spec])
+
+
+def test_a_name_that_is_given_twice() -> None:
+    with pytest.raises(UsageError, match="the input 'mask' is given twice"):
+        inputs_from(["mask=bool[2]", "mask=bool[3]"])
 
 
 def test_too_many_without_a_name() -> None:

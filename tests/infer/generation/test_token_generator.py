@@ -238,6 +238,9 @@ def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.ones(1, 3), r"prompt 0 is torch.float32 \[3\]; token ids are whole numbers"),
         ([], "there are no prompts"),
         (7, "the prompts are of type int"),
+        (np.array(7), "the prompts are of type ndarray"),
+        (b"text", "the prompts are of type bytes"),
+        ([b"text"], "prompt 0 is of type bytes"),
         ([None], "prompt 0 is of type NoneType"),
     ],
 )
@@ -260,6 +263,9 @@ def test_bad_prompts_are_named_before_anything_runs(bad: Any, told: str) -> None
         ({"stop": 500}, "stop token 500"),
         ({"top_p": 1.5, "temperature": 1.0}, "top_p is 1.5"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty is 1e-30; it must be a number of at least 1e-06"),
+        ({"attention_mask": [[-10000]]}, "the attention_mask of prompt 0 holds -10000; it is 1 or 0"),
+        ({"attention_mask": [["text"]]}, "the attention_mask of prompt 0 holds 'text'"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], told: str) -> None:

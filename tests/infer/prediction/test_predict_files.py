@@ -25,6 +25,7 @@ from flatout.infer.input_files import open_inputs
 from flatout.infer.prediction.predict import Predictor
 from flatout.infer.prediction.predicted import Failed
 from flatout.infer.prediction.result_files import kept, named_tensors, open_results
+from flatout.infer.tokenizer_source import encode_of
 
 
 def listed(path: Path, start: int = 0, **options: Any) -> list[Any]:
@@ -163,6 +164,43 @@ def test_lines_hold_what_is_no_tensor_too(tmp_path: Path) -> None:
     assert outputs[0] == {"scores": [1, 1], "label": "cat", "sure": True, "count": 3, **rest}
     assert outputs[1:] == [{"0": "label7"}, 0.25, {"cache": None}]
     assert [one.partition(";")[0] for one in told] == ["not written: cache (of type object)"]
+
+
+@pytest.mark.parametrize("name", ["out", "out.jsonl"])
+@pytest.mark.parametrize("odd", [torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse()])
+def test_tensors_that_no_file_holds_are_named_at_once(odd: torch.Tensor, name: str, tmp_path: Path) -> None:
+    results = open_results(tmp_path / name, {}, restart=False)
+    with pytest.raises(UsageError, match=r"one value \(of type (sparse )?Tensor, torch\.(complex128|float32)\)"):
+        results.add(0, odd)
+    results.close()
+
+
+def test_complex_numbers_in_a_folder(tmp_path: Path) -> None:
+    results = open_results(tmp_path / "out", {}, restart=False)
+    results.add(0, torch.complex(torch.ones(2), torch.zeros(2)))
+    results.close()
+    (file,) = (tmp_path / "out").glob("results-*")
+    assert load_file(file)["0"].is_complex()
+
+
+def test_lines_that_a_reader_fails_on_are_marked_in_their_place(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("ab\na?\nba\n", encoding="utf-8-sig")
+    encode = encode_of(Letters())
+    found = list(open_inputs(tmp_path / "texts.txt", encode).begin(0))
+    assert found[0::2] == [[1, 2], [2, 1]]
+    assert "the tokenizer cannot encode 'a?': KeyError: '?'" in str(found[1])
+    (tmp_path / "deep.jsonl").write_text("[1]\n" + "[" * 100_000 + "\n[2]\n")
+    first, deep, last = open_inputs(tmp_path / "deep.jsonl").begin(0)
+    assert (first, last) == ([1], [2])
+    assert "nested too deeply" in str(deep)
+
+
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return [{"a": 1, "b": 2}[letter] for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
 
 
 def test_a_folder_names_once_what_it_cannot_hold(tmp_path: Path) -> None:

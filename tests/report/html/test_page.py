@@ -336,6 +336,22 @@ def _places(value: Any) -> Iterator[tuple[Any, ...]]:
         yield from ((key, *rest) for rest in _places(inner))
 
 
+@pytest.mark.parametrize("value", [1.7e308, 1e250])
+def test_a_number_that_overflows_in_a_chart_is_refused(value: float) -> None:
+    memory = [{"step": at, "peak_bytes": value, "held_bytes": 1} for at in (1, 2, 3)]
+    with pytest.raises(UsageError, match=r"run.json.memory\[0\].peak_bytes is .* a finite number is needed there"):
+        rendered({"run": {**RUN, "memory": memory}})
+
+
+def test_commands_run_a_module_as_a_module() -> None:
+    found = Page(rendered({"run": {**RUN, "script": {"name": "-m package.train", "arguments": ["--lr", "a b"]}}}))
+    assert "flatout run -m package.train --lr 'a b'" in found.text
+
+
+def test_a_document_whose_files_name_is_no_utf8_is_shown() -> None:
+    assert report_html([(Path("caf\udce9.json"), RUN)]).encode()
+
+
 def test_what_does_not_belong_together_is_refused() -> None:
     other = {**MEMORY, "script": {"name": "other.py"}}
     with pytest.raises(

@@ -340,3 +340,14 @@ def test_a_process_that_computes_is_given_more_time(monkeypatch: pytest.MonkeyPa
     idle = Patience(10.0, None)
     passes(10.0, 0.0)
     assert idle.is_over()
+
+
+def test_a_cache_that_cannot_be_made_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial ended at it, with no word of it."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "file").touch()
+    setup = TrialSetup(target=Target.from_command(["train.py"]), work_folder=tmp_path)
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "file"))
+    assert setup.written == (tmp_path / "shared",)
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "folder"))
+    assert setup.written == (tmp_path / "folder" / "inductor", tmp_path / "shared")
