@@ -164,6 +164,7 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
     """
     model, batch = training.model, training.batch
     tracker.model = training
+    closing.callback(setattr, tracker, "model", None)  # it is part of cycles, which would keep the user's step alive
     if not model.training:
         model.train()
     for parameter in training.parameters():

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         (["--nproc-per-node", "abc", "train.py"], "--nproc-per-node is 'abc'"),
         (["--nproc-per-node", "-1", "train.py"], "--nproc-per-node is '-1'"),
         (["--nproc-per-node", "10000", "train.py"], "--nproc-per-node is '10000'"),
-        (["--max-restarts", "-1", "train.py"], "max_restarts is -1; it is 0 or more"),
+        (["--max-restarts", "-1", "train.py"], "max_restarts is -1; it is a whole number, 0 or more"),
         (["--max-restarts", "x", "train.py"], "Invalid value for '--max-restarts'"),
         (["--nnodes", "0", "train.py"], "nnodes is 0"),
         (["--nnodes", "2", "train.py"], "2 machines, and no rendezvous"),

@@ -416,11 +416,11 @@ def test_a_training_loop_does_not_wait_for_other_ranks(tmp_path: Path, monkeypat
 
 
 def test_a_summary_may_name_what_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = os.pipe()
+    ours, theirs = os.openpty()
     shown = run_verb.Run(Target(path="train.py"), {}, None, None)
     shown._show, shown._terminal = True, theirs
     shown._say(os.fsdecode(b"caf\xe9.py"))
-    assert os.read(ours, 100) == b"caf\\udce9.py\n"
+    assert os.read(ours, 100) == b"caf\\udce9.py\r\n"
     os.close(ours)
     os.close(theirs)
 

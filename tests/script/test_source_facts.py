@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -391,7 +393,9 @@ def test_lines_are_counted_as_python_counts_them(tmp_path: Path) -> None:
     assert found.lines_calling("backward") == (("train.py", 3, "loss.backward()"),)
 
 
-def test_expressions_of_any_depth_are_read() -> None:
+def test_expressions_of_any_depth_are_read(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # Python's own, whatever an import has set
     deep = " + ".join(["x"] * 600)
     source = f"for x in loader:\n    print({deep})\n    rate = rate / ({deep})\n    loss.backward()\n"
     found = SourceFacts.of({"train.py": source})
