@@ -8,8 +8,7 @@ what `flatout.script.reference` compares.
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
@@ -59,14 +58,13 @@ class NumericsRequest:
     """By this many instead of one, where it is of its own format."""
     nudge_seed: int = 0
     """Which weights move up and which down."""
-    gradient_noise: tuple[float, ...] = ()
-    """Added to each gradient before the optimizer takes it, or an update by the script itself: shares of its size, of
-    which every step draws one."""
+    gradient_noise: float = 0.0
+    """Added to each gradient before the optimizer takes it, or an update by the script itself; a share of its size."""
     noise_seed: int = 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:  # JSON
-        return cls(**{**data, "checks": tuple(data["checks"]), "gradient_noise": tuple(data["gradient_noise"])})
+        return cls(**{**data, "checks": tuple(data["checks"])})
 
 
 class NumericsFound(TypedDict):
@@ -178,7 +176,6 @@ class NumericsRecorder:
             if self.steps in self._reference.checks and request.nudge != "none":
                 relative = BITS_OF_16 if request.nudge == "16-bit" else None
                 nudge_weights(subject, relative, ulps=request.nudge_ulps, seed=request.nudge_seed)
-        self._gradient_noise.next_step()
         if request.gradient_noise:
             self._gradient_noise.add_to(held_by(subject))
 
@@ -236,7 +233,7 @@ def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
     if request.role == "reference":
         return ReferenceWriter(folder, subject, request.checks)
     if request.role == "checked":
-        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none" or bool(request.gradient_noise))
+        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none" or request.gradient_noise > 0)
     return None
 
 
@@ -255,18 +252,12 @@ def nudge_weights(subject: Subject, relative: float | None = None, *, ulps: int 
 
 
 class GradientNoise:
-    """Noise of a share of each gradient's norm, uniform over its nonzero elements; each step has one of the shares.
-    Draws from separate generators."""
+    """Noise of `share` of each gradient's norm, uniform over its nonzero elements. Draws from a separate generator."""
 
-    def __init__(self, shares: Sequence[float], seed: int = 0) -> None:
-        self._shares, self._seed = shares, seed
-        self._drawn = random.Random(seed)
-        self._share = 0.0
+    def __init__(self, share: float, seed: int = 0) -> None:
+        self._share, self._seed = share, seed
         self._generators: dict[torch.device, torch.Generator] = {}
         """By device."""
-
-    def next_step(self) -> None:
-        self._share = self._drawn.choice(self._shares) if self._shares else 0.0
 
     def add_to(self, parameters: list[Tensor]) -> None:
         import torch

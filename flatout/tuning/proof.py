@@ -299,9 +299,9 @@ def largest_loss_difference(plain: Numerics, other: Numerics) -> float | None:
     return max((value for _, value in _loss_differences(plain, other)), default=None)
 
 
-def gradient_differences(run: Numerics) -> tuple[float, ...]:
-    """Of the whole gradient, relative to its size, at each check step that has one that is not 0."""
-    return tuple(share for check in run.checks if check.gradients and math.isfinite(share := _whole(check.gradients)))
+def typical_gradient_difference(run: Numerics) -> float:
+    """Of the whole gradient, relative to its size: the median over the check steps; 0 where there is none."""
+    return median([_whole(check.gradients) for check in run.checks if check.gradients] or [0.0])
 
 
 def largest_gradient_difference(run: Numerics) -> float | None:
@@ -514,7 +514,7 @@ def _way_beyond_gradients(checked: Numerics, noisy: Sequence[Numerics]) -> str |
     shares = list(_stretches(checked).values())
     if not shares or not any(check.gradients for check in checked.checks):
         return None
-    share, noise = median(shares), median(gradient_differences(checked) or (0.0,))
+    share, noise = median(shares), typical_gradient_difference(checked)
     explained = max((median(list(_stretches(one).values()) or [0.0]) for one in noisy), default=0.0)
     if share > max(WAY_LEAST, WAY_FACTOR * noise, NOISE_FACTOR * explained):
         return f"the weights deviate by {share:.0%} of their change; the noise of the gradients is {noise:.1%}"

@@ -344,7 +344,7 @@ class Prover:
         """Why it diverges beyond what noise explains. The runs that measure the noise are made only if needed, and if
         there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made. Last
         comes noise in the weights, which shows in a loss at once: at steps that amplify noise as no gradient does."""
-        reason, noise = judge.diverges(plain, checked), judge.gradient_differences(checked)
+        reason, noise = judge.diverges(plain, checked), judge.typical_gradient_difference(checked)
         noisy: list[Numerics] = []
         while reason is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
             if noisy and judge.diverges(plain, noisy[-1]) is None:
@@ -430,7 +430,7 @@ class Prover:
         role: Role = "free",
         nudge: Nudge = "none",
         nudge_seed: int = 0,
-        gradient_noise: tuple[float, ...] = (),
+        gradient_noise: float = 0.0,
         noise_seed: int = 0,
         then: Sequence[Choice] | None = None,
     ) -> Numerics:
