@@ -400,12 +400,6 @@ def batches(
     order: EpochOrder | BatchOrder | BucketOrder | None = None
     tokens = as_tokens(tokens, length, drop_last=drop_last)
     if isinstance(data, DataLoader):
-        if makes_its_own_batches(data):
-            raise UsageError(
-                f"the loader is a {type(data).__name__}, which makes batches in a way of its own",
-                limit="batches are formed here, from the data set and the collate function",
-                remedy="pass its data set; flatout.fit and evaluate take the loader as it is",
-            )
         loader, data, most = data, data.dataset, batch_size
         batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, ranks)
         collate_fn, drop_last = collate_fn or _collate_of(loader), drop_last or loader.drop_last
@@ -492,6 +486,12 @@ def _of_loader(
     """(batch size, shuffle, order of an epoch) of a DataLoader; the order is that of its sampler, if not torch's."""
     from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
+    if makes_its_own_batches(loader):
+        raise UsageError(
+            f"the loader is a {type(loader).__name__}, which makes batches in a way of its own",
+            limit="batches are formed here, from the data set and the collate function",
+            remedy="pass its data set; flatout.fit and evaluate take the loader as it is",
+        )
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers:
             warnings.warn(

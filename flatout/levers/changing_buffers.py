@@ -6,6 +6,7 @@ A batch then counts once in them, and a result that depends on them is computed 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -82,37 +83,20 @@ class ChangingBuffers:
         return kept
 
 
-class FirstComputation:
-    """The call of a block in the forward pass, around `inner`: notes what its buffers were."""
+class Around(ABC):
+    """A context around `inner`. It may be entered again: a block is computed again in each backward pass."""
 
-    def __init__(self, buffers: ChangingBuffers, inner: Context) -> None:
-        self._buffers, self._inner = buffers, inner
-        self.before: list[_Before] = []
+    def __init__(self, inner: Context) -> None:
+        self._inner = inner
 
-    def __enter__(self) -> None:
-        self.before = self._buffers.copied()
-        self._inner.__enter__()
+    @abstractmethod
+    def begin(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        if kind is None:
-            self.before = self._buffers.changed(self.before)
-        return self._inner.__exit__(kind, error, trace)
-
-
-class Recomputation:
-    """The same call in the backward pass, around `inner`. It may be entered again, for a second backward pass."""
-
-    def __init__(self, first: FirstComputation, inner: Context) -> None:
-        self._first, self._inner = first, inner
-        self._now: list[dict[str, Tensor | None]] = []
+    @abstractmethod
+    def end(self, *, succeeded: bool) -> None: ...
 
     def __enter__(self) -> None:
-        before = self._first.before
-        self._now = [dict(one.layer._buffers) for one in before]
-        for one in before:
-            one.layer._buffers[one.name] = one.value.clone()
+        self.begin()
         self._inner.__enter__()
 
     def __exit__(
@@ -121,6 +105,40 @@ class Recomputation:
         try:
             return self._inner.__exit__(kind, error, trace)
         finally:
-            for one, buffers in zip(self._first.before, self._now, strict=True):
-                one.layer._buffers.update(buffers)
-            self._now = []
+            self.end(succeeded=kind is None)
+
+
+class FirstComputation(Around):
+    """The call of a block in the forward pass: notes what its buffers were."""
+
+    def __init__(self, buffers: ChangingBuffers, inner: Context) -> None:
+        super().__init__(inner)
+        self._buffers = buffers
+        self.before: list[_Before] = []
+
+    def begin(self) -> None:
+        self.before = self._buffers.copied()
+
+    def end(self, *, succeeded: bool) -> None:
+        if succeeded:
+            self.before = self._buffers.changed(self.before)
+
+
+class Recomputation(Around):
+    """The same call in the backward pass."""
+
+    def __init__(self, first: FirstComputation, inner: Context) -> None:
+        super().__init__(inner)
+        self._first = first
+        self._now: list[dict[str, Tensor | None]] = []
+
+    def begin(self) -> None:
+        before = self._first.before
+        self._now = [dict(one.layer._buffers) for one in before]
+        for one in before:
+            one.layer._buffers[one.name] = one.value.clone()
+
+    def end(self, *, succeeded: bool) -> None:
+        for one, buffers in zip(self._first.before, self._now, strict=True):
+            one.layer._buffers.update(buffers)
+        self._now = []

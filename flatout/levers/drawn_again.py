@@ -7,11 +7,10 @@ gradients would be of another function, without an error.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from flatout.generators import other_generator_states, set_generators
-from flatout.levers.changing_buffers import Context
+from flatout.levers.changing_buffers import Around, Context
 
 if TYPE_CHECKING:
     import torch
@@ -47,42 +46,35 @@ class States:
             generator.set_state(state)
 
 
-class FirstDraws:
-    """The call of a block in the forward pass, around `inner`."""
+class FirstDraws(Around):
+    """The call of a block in the forward pass."""
 
     def __init__(self, generators: Generators, inner: Context) -> None:
-        self.generators, self._inner = generators, inner
+        super().__init__(inner)
+        self.generators = generators
         self.before: States | None = None
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         self.before = self.generators.states()
-        self._inner.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._inner.__exit__(kind, error, trace)
+    def end(self, *, succeeded: bool) -> None:
+        pass
 
 
-class SameDraws:
-    """The same call in the backward pass, around `inner`; what the program draws next is what it would have drawn."""
+class SameDraws(Around):
+    """The same call in the backward pass; what the program draws next is what it would have drawn."""
 
     def __init__(self, first: FirstDraws, inner: Context) -> None:
-        self._first, self._inner = first, inner
+        super().__init__(inner)
+        self._first = first
         self._now: States | None = None
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         self._now = self._first.generators.states()
         if self._first.before is not None:
             self._first.before.put_back()
-        self._inner.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        try:
-            return self._inner.__exit__(kind, error, trace)
-        finally:
-            if self._now is not None:
-                self._now.put_back()
-            self._now = None
+    def end(self, *, succeeded: bool) -> None:
+        if self._now is not None:
+            self._now.put_back()
+        self._now = None

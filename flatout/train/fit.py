@@ -93,8 +93,7 @@ def fit(
 
     `data` is the result of `flatout.batches`; a DataLoader; columns such as (inputs, targets) or a data set, in
     shuffled batches of 64; or any other iterable, of batches. The last kind resumes within an epoch only if it yields
-    the same batches again, through set_epoch(epoch) or the global random generators; if it does not, that is a
-    UsageError.
+    the same batches again, through set_epoch(epoch) or the global random generators; otherwise it is a UsageError.
 
     After each step, in this order: the average of the weights `ema` (torch.optim.swa_utils.AveragedModel, best with
     use_buffers=True) is updated; `after_step(step, loss)` is called with the loss as a device tensor; every
@@ -112,8 +111,7 @@ def fit(
 
     `loggers` have log(figures, step), as CSVLog, TensorBoardLog and a wandb run do: for each step batch_loss,
     batch_NAME and lr, read from the device every 32 steps, at the end of an epoch and before a save; for each epoch its
-    figures and its number. So an evaluation may not return figures that are called epoch, step, or like one of the
-    training's own.
+    figures and its number. An evaluation may return no figure called epoch, step, or like one of the training's own.
 
     With `checkpoints` (or a folder) the run resumes from the newest intact checkpoint: the step with all that it
     trains, the position in the data, random states, average, schedule, patience, logs (see `flatout.train.loggers`) and
@@ -127,8 +125,7 @@ def fit(
 
     Raises NumericsError, instead of saving them, if weights are inf or NaN; they are checked after each epoch and
     before each save. Raises UsageError for an argument of the wrong kind, an exhausted stream, and a metric that is not
-    among the figures. Exceptions of the step, the evaluation, the functions and the loggers
-    pass through.
+    among the figures. Exceptions of the step, the evaluation, the functions and the loggers pass through.
     """
     _check_functions(evaluation, after_step, after_epoch, stop_when)
     _check_length(epochs, steps, save_every_steps)

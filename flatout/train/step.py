@@ -125,9 +125,8 @@ class TrainStep:
         self._applied = Applied(self._subject)
         self._levers = contextlib.ExitStack()
         self._strategy = parallelize(model, optimizer, self.plan)
-        if (
-            self._strategy.wrapper or self._strategy.settled
-        ):  # innermost: what other levers wrap around a call is around this too
+        if self._strategy.wrapper or self._strategy.settled:
+            # Innermost: what other levers wrap around a call is around this too.
             self._levers.enter_context(self._subject.around_calls(self._reduced))
         self.group: ProcessGroup | None = self._strategy.group
         """The ranks that train the model together, each on its share of every batch; None: this process alone."""
@@ -148,9 +147,8 @@ class TrainStep:
             nonfinite=self.plan.nonfinite,
             norm_of=self._strategy.total_norm,
         )
-        self._update.name_of = functools.partial(
-            _name_in, self.model
-        )  # no method of ours: its cycle would delay undoing
+        # No method of ours: its cycle would delay undoing.
+        self._update.name_of = functools.partial(_name_in, self.model)
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
             self._in_backward = UpdatesInBackward(stepped)

@@ -566,7 +566,7 @@ def test_the_type_of_a_log_softmax_under_autocast(subject: Subject) -> None:
 
 
 def test_a_penalty_on_a_weight_that_the_embedding_shares(subject: Subject) -> None:
-    """Its gradient through the embedding was counted twice, without a word."""
+    """Its gradient through the embedding was silently counted twice."""
 
     def gradient(*, lazy: bool) -> Tensor:
         model, (x, y) = Model(bias=False), batch()
