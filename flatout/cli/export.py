@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from flatout.cli.users_output import stdout_to_stderr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +54,7 @@ def export(
     from flatout.report.export_text import export_document, export_text
 
     formats = [one.strip() for one in format.split(",") if one.strip()]
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document
+    with stdout_to_stderr():
         module, example = _model_and_inputs(model, inputs or [])
         report = export_model(
             module,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +12,7 @@ import typer
 from flatout.cli.places import check_place
 from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import ExactnessOption
+from flatout.cli.users_output import stdout_to_stderr
 
 MOST_ITEMS = 4096
 
@@ -90,7 +89,7 @@ def _run(
     from flatout.tuning.short_budget import budget_option
 
     check_place(out)
-    with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:  # what the model prints is no document
+    with stdout_to_stderr(), progress_line() as progress:
         sample = _sample(inputs, model, tokenizer)
         module, _ = load_model(model, device)
         found = tune(module, sample, progress=progress, **asked)

@@ -7,13 +7,15 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from flatout.levers.changing_buffers import version_of
+
 
 class Buffers:
     """As they are now, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[tuple[str, nn.Module, str, Tensor, Tensor, int]] = [
-            (f"{path}.{name}".lstrip("."), module, name, buffer, buffer.clone(), buffer._version)
+            (f"{path}.{name}".lstrip("."), module, name, buffer, buffer.clone(), version_of(buffer))
             for path, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
@@ -24,7 +26,7 @@ class Buffers:
         with torch.no_grad():
             for path, module, name, buffer, values, version in self._kept:
                 # custom kernels write values without torch's count of changes
-                written = buffer._version != version or (
+                written = version_of(buffer) != version or (
                     buffer.layout is torch.strided and not torch.equal(buffer, values)
                 )
                 now = module._buffers.get(name)
