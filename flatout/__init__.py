@@ -10,184 +10,124 @@ if TYPE_CHECKING:
     from flatout import kernels as kernels
     from flatout import models as models
     from flatout import plan as plan
-    from flatout.application.check import CheckResult, check
-    from flatout.application.choose_parallel import ParallelChoice, choose_parallel
-    from flatout.application.profile import ProfileResult, measure, profile
-    from flatout.application.run import RunResult, run
-    from flatout.application.tune import TuneResult, tune
-    from flatout.checkpoint.capturing import capture
-    from flatout.checkpoint.differences import Differences
-    from flatout.checkpoint.folder import Checkpoints
-    from flatout.checkpoint.restoring import restore
-    from flatout.data.batches import Batches, batches
-    from flatout.data.nested import to_device
-    from flatout.data.stream import Stream
-    from flatout.diagnose.finding import Finding
-    from flatout.errors import FlatoutError, UsageError
-    from flatout.infer.choosing.tune_inference import tune_inference
-    from flatout.infer.choosing.tuning import InferenceTuning
-    from flatout.infer.exporting.export import export
-    from flatout.infer.exporting.report import ExportReport
-    from flatout.infer.generation.generated import Generation, Piece
-    from flatout.infer.generation.token_generator import TokenGenerator, generate
-    from flatout.infer.prediction.predict import Predictions, predict
-    from flatout.kernels.linear_cross_entropy import linear_cross_entropy
-    from flatout.machine.description import Machine
-    from flatout.machine.ranks import Ranks, ranks
-    from flatout.memory.forecast import MemoryForecast
-    from flatout.plan import Plan
-    from flatout.predicted_time.predicting import whatif
-    from flatout.predicted_time.prediction import Prediction, WhatIf
-    from flatout.search.trial import Trial
-    from flatout.sizing.curve import BatchCurve
-    from flatout.sizing.fit_to_memory import FitToMemory, fit_to_memory
-    from flatout.sizing.forecasting import forecast
-    from flatout.sizing.largest_batch import LargestBatch, largest_batch
-    from flatout.sizing.step_curve import batch_curve
-    from flatout.statistics import Comparison
-    from flatout.timing import Measurement
-    from flatout.train.evaluate import evaluate
-    from flatout.train.fit import FitResult, fit
-    from flatout.train.global_metrics import over_all
-    from flatout.train.loggers import CSVLog, TensorBoardLog
-    from flatout.train.loss import supervised
-    from flatout.train.patience import Patience
-    from flatout.train.placement import device
-    from flatout.train.step import TrainStep
-    from flatout.tuning.results import Proof
+    from flatout.application.check import CheckResult as CheckResult
+    from flatout.application.check import check as check
+    from flatout.application.choose_parallel import ParallelChoice as ParallelChoice
+    from flatout.application.choose_parallel import choose_parallel as choose_parallel
+    from flatout.application.profile import ProfileResult as ProfileResult
+    from flatout.application.profile import measure as measure
+    from flatout.application.profile import profile as profile
+    from flatout.application.run import RunResult as RunResult
+    from flatout.application.run import run as run
+    from flatout.application.tune import TuneResult as TuneResult
+    from flatout.application.tune import tune as tune
+    from flatout.checkpoint.capturing import capture as capture
+    from flatout.checkpoint.differences import Differences as Differences
+    from flatout.checkpoint.folder import Checkpoints as Checkpoints
+    from flatout.checkpoint.restoring import restore as restore
+    from flatout.data.batches import Batches as Batches
+    from flatout.data.batches import batches as batches
+    from flatout.data.nested import to_device as to_device
+    from flatout.data.stream import Stream as Stream
+    from flatout.diagnose.finding import Finding as Finding
+    from flatout.errors import FlatoutError as FlatoutError
+    from flatout.errors import UsageError as UsageError
+    from flatout.infer.choosing.tune_inference import InferenceTuning as InferenceTuning
+    from flatout.infer.choosing.tune_inference import tune_inference as tune_inference
+    from flatout.infer.exporting.export import export as export
+    from flatout.infer.exporting.report import ExportReport as ExportReport
+    from flatout.infer.generation.generated import Generation as Generation
+    from flatout.infer.generation.generated import Piece as Piece
+    from flatout.infer.generation.token_generator import TokenGenerator as TokenGenerator
+    from flatout.infer.generation.token_generator import generate as generate
+    from flatout.infer.prediction.predict import Predictions as Predictions
+    from flatout.infer.prediction.predict import predict as predict
+    from flatout.kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from flatout.machine.description import Machine as Machine
+    from flatout.machine.ranks import Ranks as Ranks
+    from flatout.machine.ranks import ranks as ranks
+    from flatout.memory.forecast import MemoryForecast as MemoryForecast
+    from flatout.plan import Plan as Plan
+    from flatout.predicted_time.predicting import whatif as whatif
+    from flatout.predicted_time.prediction import Prediction as Prediction
+    from flatout.predicted_time.prediction import WhatIf as WhatIf
+    from flatout.search.trial import Trial as Trial
+    from flatout.sizing.curve import BatchCurve as BatchCurve
+    from flatout.sizing.fit_to_memory import FitToMemory as FitToMemory
+    from flatout.sizing.fit_to_memory import fit_to_memory as fit_to_memory
+    from flatout.sizing.forecasting import forecast as forecast
+    from flatout.sizing.largest_batch import LargestBatch as LargestBatch
+    from flatout.sizing.largest_batch import largest_batch as largest_batch
+    from flatout.sizing.step_curve import batch_curve as batch_curve
+    from flatout.statistics import Comparison as Comparison
+    from flatout.timing import Measurement as Measurement
+    from flatout.train.evaluate import evaluate as evaluate
+    from flatout.train.fit import FitResult as FitResult
+    from flatout.train.fit import fit as fit
+    from flatout.train.global_metrics import over_all as over_all
+    from flatout.train.loggers import CSVLog as CSVLog
+    from flatout.train.loggers import TensorBoardLog as TensorBoardLog
+    from flatout.train.loss import supervised as supervised
+    from flatout.train.patience import Patience as Patience
+    from flatout.train.placement import device as device
+    from flatout.train.step import TrainStep as TrainStep
+    from flatout.tuning.results import Proof as Proof
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BatchCurve",
-    "Batches",
-    "CSVLog",
-    "CheckResult",
-    "Checkpoints",
-    "Comparison",
-    "Differences",
-    "ExportReport",
-    "Finding",
-    "FitResult",
-    "FitToMemory",
-    "FlatoutError",
-    "Generation",
-    "InferenceTuning",
-    "LargestBatch",
-    "Machine",
-    "Measurement",
-    "MemoryForecast",
-    "ParallelChoice",
-    "Patience",
-    "Piece",
-    "Plan",
-    "Prediction",
-    "Predictions",
-    "ProfileResult",
-    "Proof",
-    "Ranks",
-    "RunResult",
-    "Stream",
-    "TensorBoardLog",
-    "TokenGenerator",
-    "TrainStep",
-    "Trial",
-    "TuneResult",
-    "UsageError",
-    "WhatIf",
-    "__version__",
-    "batch_curve",
-    "batches",
-    "capture",
-    "check",
-    "choose_parallel",
-    "device",
-    "evaluate",
-    "export",
-    "fit",
-    "fit_to_memory",
-    "forecast",
-    "generate",
-    "largest_batch",
-    "linear_cross_entropy",
-    "measure",
-    "over_all",
-    "predict",
-    "profile",
-    "ranks",
-    "restore",
-    "run",
-    "supervised",
-    "to_device",
-    "tune",
-    "tune_inference",
-    "whatif",
-]
-
 _HOMES = {
-    "BatchCurve": "flatout.sizing.curve",
-    "Batches": "flatout.data.batches",
-    "CSVLog": "flatout.train.loggers",
-    "CheckResult": "flatout.application.check",
-    "Checkpoints": "flatout.checkpoint.folder",
-    "Comparison": "flatout.statistics",
-    "Differences": "flatout.checkpoint.differences",
-    "ExportReport": "flatout.infer.exporting.report",
-    "Finding": "flatout.diagnose.finding",
-    "FitResult": "flatout.train.fit",
-    "FitToMemory": "flatout.sizing.fit_to_memory",
-    "FlatoutError": "flatout.errors",
-    "Generation": "flatout.infer.generation.generated",
-    "InferenceTuning": "flatout.infer.choosing.tuning",
-    "LargestBatch": "flatout.sizing.largest_batch",
-    "Machine": "flatout.machine.description",
-    "Measurement": "flatout.timing",
-    "MemoryForecast": "flatout.memory.forecast",
-    "ParallelChoice": "flatout.application.choose_parallel",
-    "Patience": "flatout.train.patience",
-    "Piece": "flatout.infer.generation.generated",
-    "Plan": "flatout.plan",
-    "Prediction": "flatout.predicted_time.prediction",
-    "Predictions": "flatout.infer.prediction.predict",
-    "ProfileResult": "flatout.application.profile",
-    "Proof": "flatout.tuning.results",
-    "Ranks": "flatout.machine.ranks",
-    "RunResult": "flatout.application.run",
-    "Stream": "flatout.data.stream",
-    "TensorBoardLog": "flatout.train.loggers",
-    "TokenGenerator": "flatout.infer.generation.token_generator",
-    "TrainStep": "flatout.train.step",
-    "Trial": "flatout.search.trial",
-    "TuneResult": "flatout.application.tune",
-    "UsageError": "flatout.errors",
-    "WhatIf": "flatout.predicted_time.prediction",
-    "batch_curve": "flatout.sizing.step_curve",
-    "batches": "flatout.data.batches",
-    "capture": "flatout.checkpoint.capturing",
-    "check": "flatout.application.check",
-    "choose_parallel": "flatout.application.choose_parallel",
-    "device": "flatout.train.placement",
-    "evaluate": "flatout.train.evaluate",
-    "export": "flatout.infer.exporting.export",
-    "fit": "flatout.train.fit",
-    "fit_to_memory": "flatout.sizing.fit_to_memory",
-    "forecast": "flatout.sizing.forecasting",
-    "generate": "flatout.infer.generation.token_generator",
-    "largest_batch": "flatout.sizing.largest_batch",
-    "linear_cross_entropy": "flatout.kernels.linear_cross_entropy",
-    "measure": "flatout.application.profile",
-    "over_all": "flatout.train.global_metrics",
-    "predict": "flatout.infer.prediction.predict",
-    "profile": "flatout.application.profile",
-    "ranks": "flatout.machine.ranks",
-    "restore": "flatout.checkpoint.restoring",
-    "run": "flatout.application.run",
-    "supervised": "flatout.train.loss",
-    "to_device": "flatout.data.nested",
-    "tune": "flatout.application.tune",
-    "tune_inference": "flatout.infer.choosing.tune_inference",
-    "whatif": "flatout.predicted_time.predicting",
+    name: f"flatout.{module}"
+    for module, names in {
+        "application.check": ("CheckResult", "check"),
+        "application.choose_parallel": ("ParallelChoice", "choose_parallel"),
+        "application.profile": ("ProfileResult", "measure", "profile"),
+        "application.run": ("RunResult", "run"),
+        "application.tune": ("TuneResult", "tune"),
+        "checkpoint.capturing": ("capture",),
+        "checkpoint.differences": ("Differences",),
+        "checkpoint.folder": ("Checkpoints",),
+        "checkpoint.restoring": ("restore",),
+        "data.batches": ("Batches", "batches"),
+        "data.nested": ("to_device",),
+        "data.stream": ("Stream",),
+        "diagnose.finding": ("Finding",),
+        "errors": ("FlatoutError", "UsageError"),
+        "infer.choosing.tune_inference": ("InferenceTuning", "tune_inference"),
+        "infer.exporting.export": ("export",),
+        "infer.exporting.report": ("ExportReport",),
+        "infer.generation.generated": ("Generation", "Piece"),
+        "infer.generation.token_generator": ("TokenGenerator", "generate"),
+        "infer.prediction.predict": ("Predictions", "predict"),
+        "kernels.linear_cross_entropy": ("linear_cross_entropy",),
+        "machine.description": ("Machine",),
+        "machine.ranks": ("Ranks", "ranks"),
+        "memory.forecast": ("MemoryForecast",),
+        "plan": ("Plan",),
+        "predicted_time.predicting": ("whatif",),
+        "predicted_time.prediction": ("Prediction", "WhatIf"),
+        "search.trial": ("Trial",),
+        "sizing.curve": ("BatchCurve",),
+        "sizing.fit_to_memory": ("FitToMemory", "fit_to_memory"),
+        "sizing.forecasting": ("forecast",),
+        "sizing.largest_batch": ("LargestBatch", "largest_batch"),
+        "sizing.step_curve": ("batch_curve",),
+        "statistics": ("Comparison",),
+        "timing": ("Measurement",),
+        "train.evaluate": ("evaluate",),
+        "train.fit": ("FitResult", "fit"),
+        "train.global_metrics": ("over_all",),
+        "train.loggers": ("CSVLog", "TensorBoardLog"),
+        "train.loss": ("supervised",),
+        "train.patience": ("Patience",),
+        "train.placement": ("device",),
+        "train.step": ("TrainStep",),
+        "tuning.results": ("Proof",),
+    }.items()
+    for name in names
 }
+"""Public name -> its module."""
+
+__all__ = sorted((*_HOMES, "__version__"))
 
 
 _MODULES = ("errors", "kernels", "models", "plan")

@@ -6,14 +6,13 @@ for: neither typer nor torch.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 from collections.abc import Sequence
 
 from flatout.errors import FlatoutError
-from flatout.terminal import harmless
+from flatout.terminal import discard, harmless
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -54,13 +53,9 @@ def _verb(arguments: list[str]) -> int:
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is printed as an escape
             sys.stdout.reconfigure(errors="backslashreplace")
-        code = dispatch(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where the error of a closed pipe can still be caught
-        return code
+        return dispatch(arguments)
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # the interpreter flushes once more at exit: to /dev/null
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return READER_GONE
 
 

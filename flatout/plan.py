@@ -33,7 +33,6 @@ from flatout.plan_choices import (
     SCOPES,
     Choices,
     ChoiceValue,
-    Declared,
     Exactness,
     Scope,
     choice_names,
@@ -88,7 +87,9 @@ class Plan(Choices):
         for name, value in self.choices().items():
             _check_choice(name, value)
         object.__setattr__(self, "reasons", dict(self.reasons) if isinstance(self.reasons, Mapping) else self.reasons)
-        _check_contradictions(self)
+        if (found := contradiction(self.choices())) is not None:
+            what, limit, remedy = found
+            raise PlanError(what, limit=limit, remedy=remedy)
         _check_reasons(self)
         _check_provenance(self)
         if self.argv or (self.script is not None and self.arguments_digest is None):
@@ -178,11 +179,7 @@ class Plan(Choices):
         parts = [_header(self), f"schema = {SCHEMA}\n", "[plan]"]
         for name, value in self.choices().items():
             parts += [f"# {declared()[name].meaning}", line(name, value)]
-        parts += [
-            "",
-            "[reasons]",
-            *(line(name, self.reasons[name]) for name in self.choices() if name in self.reasons),
-        ]
+        parts += ["", "[reasons]", *(line(name, self.reasons[name]) for name in self.choices() if name in self.reasons)]
         parts += ["", "[provenance]"]
         provenance = {name: getattr(self, name) for name in PROVENANCE}
         parts += [line(name, value) for name, value in provenance.items() if value is not None and value != ()]
@@ -266,13 +263,6 @@ def _check_choice(name: str, value: object) -> None:
             raise PlanError(f"{name} is {short(value)}", limit="it must be true or false")
     elif isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise PlanError(f"{name} is {short(value)}", limit=f"it must be a whole number from {low} to {high}")
-
-
-def _check_contradictions(plan: Plan) -> None:
-    found = contradiction(plan.choices())
-    if found is not None:
-        what, limit, remedy = found
-        raise PlanError(what, limit=limit, remedy=remedy)
 
 
 def _check_reasons(plan: Plan) -> None:
@@ -380,14 +370,11 @@ def _allowed(name: str) -> str:
     return "True or False" if kind is bool else f"a whole number from {limits.low} to {limits.high}"
 
 
-def _places(one: Declared) -> str:
-    return ", ".join(SCOPES[scope] for scope in one.scopes)
-
-
 def _document(plan: type[Plan]) -> None:
     """Give `help(Plan)` every choice with its meaning, and a wrong argument an error that names the right one."""
     choices = "\n\n".join(
-        f"{name}: {_allowed(name)}\n    {one.meaning}\n    {one.exactness}; for {_places(one)}"
+        f"{name}: {_allowed(name)}\n    {one.meaning}\n"
+        f"    {one.exactness}; for {', '.join(SCOPES[scope] for scope in one.scopes)}"
         for name, one in declared().items()
     )
     plan.__doc__ = f"{inspect.cleandoc(plan.__doc__ or '')}\n\nA choice that is None is left as it is:\n\n{choices}"

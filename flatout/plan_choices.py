@@ -43,7 +43,7 @@ ChoiceValue: TypeAlias = bool | int | str
 """The value of a choice that is set."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Requirement:
     """What another choice has to be where this one is set."""
 
@@ -89,43 +89,28 @@ def _is_set(value: object) -> bool:
     return value is not None
 
 
-def _none_or_0(value: object) -> bool:
-    return not value
+def _in(*values: object) -> Callable[[object], bool]:
+    return lambda value: value in values
 
 
 _ONE_PASS = "torch's DDP then averages gradients in every backward pass, and a batch split into parts has several"
 _ALL_GRADIENTS = "that needs all gradients before the first update"
 
-
-_OF_WORKERS = (
-    Requirement(
-        other="loader_workers",
-        allows=bool,
-        why="it needs worker processes",
-        remedy="set loader_workers to 1 or more, or drop it",
-    ),
+_OF_WORKERS = Requirement(
+    "loader_workers", bool, "it needs worker processes", "set loader_workers to 1 or more, or drop it"
 )
-
 
 SAME_BATCH = ("tensor", "pipeline")
 """Values of `parallel` with which every rank has the whole of each batch, and computes a part of the model."""
 
 _WHOLE_PARAMETERS = Requirement(
-    other="parallel",
-    allows=lambda kind: kind not in ("fsdp", *SAME_BATCH),
-    why="it needs whole parameters, of which each rank then has a part",
-    remedy="drop one of the two, or set parallel = 'zero1'",
+    "parallel",
+    lambda kind: kind not in ("fsdp", *SAME_BATCH),
+    "it needs whole parameters, of which each rank then has a part",
+    "drop one of the two, or set parallel = 'zero1'",
 )
-
-_WITH_DDP = Requirement(
-    other="parallel",
-    allows=lambda kind: kind in ("ddp", "zero1"),
-    why="it is an option of torch's DDP",
-    remedy="set parallel = 'ddp'",
-)
-_WITH_FSDP = Requirement(
-    other="parallel", allows=lambda kind: kind == "fsdp", why="it is an option of FSDP", remedy="set parallel = 'fsdp'"
-)
+_WITH_DDP = Requirement("parallel", _in("ddp", "zero1"), "it is an option of torch's DDP", "set parallel = 'ddp'")
+_WITH_FSDP = Requirement("parallel", _in("fsdp"), "it is an option of FSDP", "set parallel = 'fsdp'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,24 +132,15 @@ class Choices:
         scopes=("script", "batches"),
         exactness="bit-identical",
         levers=("batched_fetch:BatchedFetch",),
-        requires=(Requirement(other="loader_workers", allows=_none_or_0, why="fetch works in the main process"),),
+        requires=(Requirement("loader_workers", _in(None, 0), "fetch works in the main process"),),
     )
     data_device: Literal["cuda"] | None = choice(
         "where batches() keeps tensors: cuda = copied there once, so that later changes are not seen (needs fetch)",
         scopes=("batches",),
         exactness="bit-identical",
         requires=(
-            Requirement(
-                other="fetch",
-                allows=_is_set,
-                why="only batches() with fetch keeps tensors there",
-                remedy="set fetch = 'batched'",
-            ),
-            Requirement(
-                other="pin_memory",
-                allows=_none_or_0,
-                why="only batches in the CPU's memory can be page-locked",
-            ),
+            Requirement("fetch", _is_set, "only batches() with fetch keeps tensors there", "set fetch = 'batched'"),
+            Requirement("pin_memory", _in(None, False), "only batches in the CPU's memory can be page-locked"),
         ),
     )
     loader_workers: int | None = choice(
@@ -178,7 +154,7 @@ class Choices:
         "keep the loader's workers alive between epochs, with the data set as it was when the first began",
         scopes=("batches",),
         exactness="bit-identical",
-        requires=_OF_WORKERS,
+        requires=(_OF_WORKERS,),
     )
     prefetch_factor: int | None = choice(
         "batches that each loader worker holds ready; unset = 2, up to 8 where some take far longer to make",
@@ -186,7 +162,7 @@ class Choices:
         exactness="bit-identical",
         low=1,
         high=64,
-        requires=_OF_WORKERS,
+        requires=(_OF_WORKERS,),
     )
     pin_memory: bool | None = choice(
         "page-locked batches, so that copies to the device overlap with compute",
@@ -330,10 +306,10 @@ class Choices:
         in_forecasts=False,
         requires=(
             Requirement(
-                other="parallel",
-                allows=lambda kind: kind is not None and kind not in SAME_BATCH,
-                why="it is for ranks that share a batch",
-                remedy="set parallel = 'ddp'",
+                "parallel",
+                lambda kind: kind is not None and kind not in SAME_BATCH,
+                "it is for ranks that share a batch",
+                "set parallel = 'ddp'",
             ),
         ),
     )
@@ -344,10 +320,7 @@ class Choices:
         in_forecasts=False,
         requires=(
             Requirement(
-                other="parallel",
-                allows=lambda kind: kind in ("ddp", "zero1"),
-                why="only ddp and zero1 send whole gradients",
-                remedy="set parallel = 'ddp'",
+                "parallel", _in("ddp", "zero1"), "only ddp and zero1 send whole gradients", "set parallel = 'ddp'"
             ),
         ),
     )
@@ -367,13 +340,8 @@ class Choices:
         in_forecasts=False,
         requires=(
             _WITH_DDP,
-            Requirement(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ONE_PASS),
-            Requirement(
-                other="out_of_memory",
-                allows=lambda kind: kind == "raise",
-                why=_ONE_PASS,
-                remedy="set out_of_memory = 'raise'",
-            ),
+            Requirement("micro_batches", _in(None, 1), _ONE_PASS),
+            Requirement("out_of_memory", _in("raise"), _ONE_PASS, "set out_of_memory = 'raise'"),
         ),
     )
     fsdp_dtype: Literal["bf16"] | None = choice(
@@ -398,10 +366,10 @@ class Choices:
         requires=(
             _WITH_FSDP,
             Requirement(
-                other="precision",
-                allows=lambda kind: kind != "fp16",
-                why="a loss scaler needs gradients on the GPU",
-                remedy="set fsdp_dtype = 'bf16' instead",
+                "precision",
+                lambda kind: kind != "fp16",
+                "a loss scaler needs gradients on the GPU",
+                "set fsdp_dtype = 'bf16' instead",
             ),
         ),
     )
@@ -438,10 +406,10 @@ class Choices:
         high=4096,
         requires=(
             Requirement(
-                other="activation_checkpointing",
-                allows=_is_set,
-                why="it limits the number of checkpointed blocks",
-                remedy="set activation_checkpointing = 'block'",
+                "activation_checkpointing",
+                _is_set,
+                "it limits the number of checkpointed blocks",
+                "set activation_checkpointing = 'block'",
             ),
         ),
     )
@@ -453,10 +421,10 @@ class Choices:
         levers=("optimizer_in_backward:OptimizerInBackward",),
         requires=(
             _WHOLE_PARAMETERS,
-            Requirement(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ALL_GRADIENTS),
-            Requirement(other="nonfinite", allows=lambda kind: kind is None, why=_ALL_GRADIENTS),
-            Requirement(other="precision", allows=lambda kind: kind != "fp16", why=_ALL_GRADIENTS),
-            Requirement(other="zero_grad", allows=lambda kind: kind is None, why="that reads freed gradients as zeros"),
+            Requirement("micro_batches", _in(None, 1), _ALL_GRADIENTS),
+            Requirement("nonfinite", _in(None), _ALL_GRADIENTS),
+            Requirement("precision", lambda kind: kind != "fp16", _ALL_GRADIENTS),
+            Requirement("zero_grad", _in(None), "that reads freed gradients as zeros"),
         ),
     )
     optimizer_state: Literal["8bit"] | None = choice(
@@ -467,10 +435,10 @@ class Choices:
         levers=("optimizer_state:LowBitState",),
         requires=(
             Requirement(
-                other="parallel",
-                allows=lambda kind: kind in (None, "ddp"),
-                why="it needs whole parameters and their whole state, of which each rank then has a part",
-                remedy="drop one of the two, or set parallel = 'ddp'",
+                "parallel",
+                _in(None, "ddp"),
+                "it needs whole parameters and their whole state, of which each rank then has a part",
+                "drop one of the two, or set parallel = 'ddp'",
             ),
         ),
     )
@@ -497,10 +465,7 @@ class Choices:
         exactness="reduced",
         requires=(
             Requirement(
-                other="weights",
-                allows=lambda bits: bits == "int8",
-                why="products of whole numbers need both in 8 bits",
-                remedy="set weights = 'int8'",
+                "weights", _in("int8"), "products of whole numbers need both in 8 bits", "set weights = 'int8'"
             ),
         ),
     )

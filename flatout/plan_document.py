@@ -26,11 +26,8 @@ the newest layout.
 RENAMED = {"accumulate": "micro_batches"}
 """Choices of schema 1 -> their names since schema 2."""
 
-EXACTNESS_ONCE = {"bit-same": "bit-identical"}
-"""Former names of a level of exactness -> what it is called now. Files of any schema may have them."""
-
-KERNELS_ONCE = {"amx": "bf16"}
-"""Former values of `kernels`, likewise."""
+ONCE = (("provenance", "exactness", {"bit-same": "bit-identical"}), ("plan", "kernels", {"amx": "bf16"}))
+"""(table, key, former values -> what they are called now). Files of any schema may have them."""
 
 TABLES = ("plan", "reasons", "provenance")
 
@@ -52,12 +49,10 @@ def parse(text: str, home: Callable[[str], str]) -> dict[str, dict[str, object]]
             raise PlanError(f"unknown key {name!r} at the top level", remedy=remedy)
         if not isinstance(table, dict):
             raise PlanError(f"{name} is {short(table)}", limit="it must be a table", remedy=f"write [{name}]")
-    provenance = document.get("provenance", {})
-    if provenance.get("exactness") in list(EXACTNESS_ONCE):  # a list: what stands there may be unhashable
-        provenance["exactness"] = EXACTNESS_ONCE[provenance["exactness"]]
-    plan = document.get("plan", {})
-    if plan.get("kernels") in list(KERNELS_ONCE):
-        plan["kernels"] = KERNELS_ONCE[plan["kernels"]]
+    for table, key, names in ONCE:
+        found = document.get(table, {})
+        if found.get(key) in list(names):  # a list: what stands there may be unhashable
+            found[key] = names[found[key]]
     return _migrated(document) if schema == 1 else document
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median, stdev
 
-from flatout.statistics import Comparison, compare_paired
+from flatout.statistics import Comparison, compare_paired, with_logs
 
 LOOKS = (3, 4, 6, 8, 11, 15, 22, 32, 48)
 """Pairs after which to look."""
@@ -52,9 +52,7 @@ def compare_so_far(pairs: Pairs, *, least_gain: float) -> Comparison:
     if len(pairs) in STUDENT:
         logs = [math.log(ours / theirs) for ours, theirs in pairs]
         half = STUDENT[len(pairs)] * max(stdev(logs), LEAST_DEVIATION) / math.sqrt(len(pairs))
-        centre, ratio = mean(logs), math.log(found.ratio)
-        low, high = math.exp(min(centre - half, ratio)), math.exp(max(centre + half, ratio))
-        return found.with_interval(low, high, least_gain)
+        return with_logs(found, mean(logs), half, least_gain)
     if not found.has_interval and is_far_slower(pairs):
         return replace(found, verdict="slower", reason=None)
     return found

@@ -8,6 +8,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
+from typing import NoReturn
+
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))  # Windows: one
 
 
 @contextlib.contextmanager
@@ -24,6 +27,21 @@ def told_of(handle: Callable[[int, FrameType | None], None], *signals: signal.Si
     finally:
         for one, handler in before.items():
             signal.signal(one, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals_as_exits() -> Iterator[None]:
+    """Within, the first SIGTERM or SIGHUP raises SystemExit with a shell's exit code, 128 + its number; later ones wait
+    for what is being cleared up. A signal that is ignored (nohup) stays so."""
+    heeded = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        for one in heeded:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    with told_of(leave, *heeded):
+        yield
 
 
 @contextlib.contextmanager

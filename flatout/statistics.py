@@ -16,12 +16,13 @@ give no 95 % interval; if there are no more, it is Student's (Welch's for runs),
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from statistics import stdev
-from typing import Literal, TypedDict
+from statistics import NormalDist, stdev
+from typing import Literal
 
+from flatout.decoding import decode
 from flatout.errors import UsageError
 
 Verdict = Literal["faster", "slower", "not significant"]
@@ -43,18 +44,6 @@ _STUDENT_95 = (
 """By degrees of freedom, from 1 on."""
 _LEAST_PAIRS = 3
 """Two pairs agree by chance too often."""
-
-
-class ComparisonJson(TypedDict):
-    """What `Comparison.to_json` writes: the fields of the class, `high` None where there is no interval."""
-
-    ratio: float
-    low: float
-    high: float | None
-    confidence: float
-    pairs: int
-    verdict: Verdict
-    reason: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +71,8 @@ class Comparison:
         return {**asdict(self), "high": self.high if self.has_interval else None}
 
     @classmethod
-    def from_json(cls, data: ComparisonJson) -> Comparison:
-        return cls(
-            ratio=data["ratio"],
-            low=data["low"],
-            high=math.inf if data["high"] is None else data["high"],
-            confidence=data["confidence"],
-            pairs=data["pairs"],
-            verdict=data["verdict"],
-            reason=data.get("reason"),
-        )
+    def from_json(cls, data: Mapping[str, object]) -> Comparison:
+        return decode(cls, {**data, "high": math.inf if data["high"] is None else data["high"]})
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -124,7 +105,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     if count <= _MOST_BINOMIAL:
         cut = _exact_trim([math.comb(count, k) for k in range(count + 1)], confidence)
     else:
-        cut = math.floor((count - _normal_quantile(confidence) * math.sqrt(count)) / 2) - 1
+        cut = math.floor((count - _deviations(confidence) * math.sqrt(count)) / 2) - 1
     return None if cut is None else (ordered[cut], ordered[count - 1 - cut])
 
 
@@ -148,10 +129,14 @@ def compare_paired(
     found = _judge(averages, trim, len(logs), least_gain, confidence)
     if trim is None and len(logs) >= _LEAST_PAIRS and confidence == 0.95:
         half = student_95(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
-        centre, ratio = sum(logs) / len(logs), math.log(found.ratio)
-        low, high = math.exp(min(centre - half, ratio)), math.exp(max(centre + half, ratio))
-        return found.with_interval(low, high, least_gain)
+        return with_logs(found, sum(logs) / len(logs), half, least_gain)
     return found
+
+
+def with_logs(found: Comparison, centre: float, half: float, least_gain: float) -> Comparison:
+    """The same with the interval centre ± half of the log ratio, widened to hold the estimate."""
+    ratio = math.log(found.ratio)
+    return found.with_interval(math.exp(min(centre - half, ratio)), math.exp(max(centre + half, ratio)), least_gain)
 
 
 def student_95(freedom: int) -> float:
@@ -189,9 +174,7 @@ def compare_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequen
     if min(len(before), len(after)) < _LEAST_PAIRS:
         counted = f"{len(before)} and {len(after)} runs are too few for {found.confidence:.0%} confidence"
         return replace(found, reason=f"{counted}: {_LEAST_PAIRS} of each side are needed")
-    centre, half = _welch(_logs(before), _logs(after))
-    ratio = math.log(found.ratio)
-    return found.with_interval(math.exp(min(centre - half, ratio)), math.exp(max(centre + half, ratio)), 0.01)
+    return with_logs(found, *_welch(_logs(before), _logs(after)), 0.01)
 
 
 def _welch(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
@@ -252,7 +235,7 @@ def _signed_rank_trim(count: int, confidence: float) -> int | None:
     if count > _EXACT_PAIRS:
         mean = count * (count + 1) / 4
         deviation = math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
-        return math.floor(mean - _normal_quantile(confidence) * deviation)
+        return math.floor(mean - _deviations(confidence) * deviation)
     ways = [1]  # ways[t]: in how many of the 2^count sign patterns the positive ranks sum to t
     for rank in range(1, count + 1):
         ways = [
@@ -267,7 +250,7 @@ def _rank_sum_trim(before: int, after: int, confidence: float) -> int | None:
     if min(before, after) > _EXACT_UNPAIRED or before * after > 20 * _EXACT_UNPAIRED**2:
         mean = before * after / 2
         deviation = math.sqrt(before * after * (before + after + 1) / 12)
-        trim = math.floor(mean - _normal_quantile(confidence) * deviation)
+        trim = math.floor(mean - _deviations(confidence) * deviation)
         return trim if trim >= 0 else None
     return _exact_trim(_rank_sum_ways(before, after), confidence)
 
@@ -296,10 +279,6 @@ def _exact_trim(ways: Sequence[int], confidence: float) -> int | None:
     return trim - 1 if trim else None
 
 
-def _normal_quantile(confidence: float) -> float:
-    """How many standard deviations hold that share of a normal distribution (0.95 -> 1.96), by bisection."""
-    low, high = 0.0, 40.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if math.erf(middle / math.sqrt(2)) < confidence else (low, middle)
-    return low
+def _deviations(confidence: float) -> float:
+    """How many standard deviations hold that share of a normal distribution (0.95 -> 1.96)."""
+    return NormalDist().inv_cdf((1 + confidence) / 2)

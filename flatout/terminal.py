@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from typing import TextIO
+
 
 def is_terminal(stream: object) -> bool:
     """False also for a stream that is None (`>&-`, pythonw), closed, or an object of another kind."""
@@ -22,3 +27,18 @@ def harmless(text: str) -> str:
         letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode("ascii")
         for letter in text
     )
+
+
+def discard(stream: TextIO) -> None:
+    """What the stream holds and could not write goes nowhere: Python would fail once more at its own end."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def tell(*lines: str) -> None:
+    """On stderr, which may be closed, or a stream of the script's own that lacks this or raises anything."""
+    with contextlib.suppress(Exception):
+        sys.stderr.writelines(f"{line}\n" for line in lines)
+        sys.stderr.flush()

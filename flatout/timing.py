@@ -16,11 +16,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import NotRequired, TypedDict
+from dataclasses import asdict, dataclass, field, fields
 
 import psutil
 
+from flatout.decoding import decode
 from flatout.errors import UsageError
 from flatout.notebook_tables import table_html
 from flatout.statistics import iqr, median, median_interval
@@ -36,18 +36,6 @@ _FULL_SHARE = 0.9  # of all cores busy: above this no process gets a core at onc
 _SHORTEST_WATCH_SECONDS = 0.1  # the kernel counts processor time in ticks of 10 ms
 _TICKS_PER_SAMPLE = 200  # a sample this many timer ticks long is read to 0.5 %
 _SHORTEST_SAMPLE_SECONDS = 50e-6  # shorter calls are grouped, so that the loop and the clock do not count
-
-
-class MeasurementJson(TypedDict):
-    """What `Measurement.to_json` writes, in this version or an earlier one."""
-
-    name: str
-    samples_seconds: list[float]
-    warmup_seconds: NotRequired[list[float]]
-    calls_per_sample: NotRequired[int]
-    machine_fingerprint: NotRequired[str | None]
-    contended: NotRequired[bool | None]
-    warnings: NotRequired[list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +77,9 @@ class Measurement:
         return {key: list(value) if key in listed else value for key, value in asdict(self).items()}
 
     @classmethod
-    def from_json(cls, data: MeasurementJson) -> Measurement:
-        return cls(
-            name=data["name"],
-            samples_seconds=tuple(float(s) for s in data["samples_seconds"]),
-            warmup_seconds=tuple(float(s) for s in data.get("warmup_seconds", ())),
-            calls_per_sample=data.get("calls_per_sample", 1),
-            machine_fingerprint=data.get("machine_fingerprint"),
-            contended=data.get("contended"),
-            warnings=tuple(data.get("warnings", ())),
-        )
+    def from_json(cls, data: Mapping[str, object]) -> Measurement:
+        known = {one.name: data[one.name] for one in fields(cls) if one.name in data}  # another version wrote others
+        return decode(cls, known)
 
 
 @dataclass(frozen=True, kw_only=True)

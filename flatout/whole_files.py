@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from flatout.errors import UsageError
+
 SUFFIX = ".tmp"
 """Suffix of a temporary file, which stays if its process is killed while it writes."""
 PRIVATE = 0o600
@@ -51,3 +53,21 @@ def usual_mode() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+def can_be_written(path: Path) -> bool:
+    """Can a file be written there? What is no file, such as /dev/null, is written to itself."""
+    place = os.path.realpath(path)
+    if os.path.exists(place) and not os.path.isfile(place):
+        return not os.path.isdir(place) and os.access(place, os.W_OK)
+    folder = os.path.dirname(place)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK)
+
+
+@contextlib.contextmanager
+def errors_named(path: Path, remedy: str = "") -> Iterator[None]:
+    """What the file system refuses is a UsageError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}", remedy=remedy) from error

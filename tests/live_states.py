@@ -11,7 +11,7 @@ from flatout.diagnose.run_state import RunState
 from flatout.machine.nvidia_sensors import GpuReading
 from flatout.machine.processes import pid_namespace, process_started
 from flatout.machine.sensors import CpuReading, Reading
-from flatout.script.epoch_progress import Epoch
+from flatout.script.epochs import Epoch
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b]0;owned\x07.py"
 """The name of a script."""

@@ -193,7 +193,7 @@ class _Subprocess:
         if words[-1] == str(os.getpid()):  # a fork server, told whose child it is
             words[-1] = str(self._server.pid)
         else:
-            config = Path(words[-1])
+            config = Path(words[3])
             config.write_text(json.dumps({**json.loads(config.read_text()), "parent": self._server.pid}))
         with open(os.devnull, "r+b") as nothing:
             given = [nothing if stream == subprocess.DEVNULL else stream for stream in (stdin, stdout, stderr)]

@@ -13,7 +13,7 @@ from flatout.application.check import CheckResult
 from flatout.application.run import RunResult
 from flatout.machine.description import Machine
 from flatout.notebook_tables import ShownAsText, table_html
-from flatout.report.html.notebook import verdict_html
+from flatout.report.html.verdicts import verdict_html
 from tests.report.html.documents import RUN, TUNE
 
 MACHINE = Machine.from_json(json.loads((Path(__file__).parent / "recorded" / "machine_two_cores.json").read_text()))

@@ -24,7 +24,7 @@ from flatout.plan import read_plan
 from flatout.plan_document import SCHEMA as PLAN_SCHEMA
 from flatout.private_details import arguments_digest
 from flatout.profiling.profile import Profile
-from flatout.report.compare import compare_documents
+from flatout.report.compare import compare_sides
 from flatout.report.document import read_document
 from flatout.serve.run_folder import read_run
 from flatout.timing import Measurement
@@ -65,7 +65,7 @@ def test_a_profile_is_read_back() -> None:
 
 def test_a_run_can_be_compared_with_one_of_an_earlier_version() -> None:
     run = read_document(FORMATS / "run-1.json")
-    found = compare_documents(run, run)
+    found = compare_sides([run], [run])
     assert found.baseline == (Measurement.from_json(run["measurement"]),)
     assert run["script"] == {
         "name": "train.py",

@@ -33,3 +33,16 @@ def test_bytes_are_those_of_the_values_row_by_row(tensor: Tensor) -> None:
 
 def test_a_batch_with_one_strided_element_has_a_checksum() -> None:
     assert checksum(torch.arange(6.0)[::3][:1]) == checksum(torch.tensor([0.0]))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_bytes_of_a_sparse_tensor_are_its_places_and_values(layout: torch.layout) -> None:
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        one, same, moved, other = (
+            made.to_sparse(layout=layout)
+            for made in (torch.eye(3), torch.eye(3), torch.eye(3).flip(0), 2 * torch.eye(3))
+        )
+    assert torch.equal(bytes_view(one), bytes_view(same))
+    assert not torch.equal(bytes_view(one), bytes_view(moved))
+    assert not torch.equal(bytes_view(one), bytes_view(other))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.whole_files import PRIVATE, usual_mode, written_whole
+from flatout.errors import UsageError
+from flatout.whole_files import PRIVATE, can_be_written, errors_named, usual_mode, written_whole
 
 
 def test_a_file_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path: Path) -> None:
@@ -89,3 +90,31 @@ def test_a_new_file_is_as_open_as_the_user_wants_them(tmp_path: Path) -> None:
         assert (tmp_path / "plan.toml").stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
+
+
+def test_where_a_file_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("file", "new", "link"):
+        assert can_be_written(tmp_path / name)
+    for name in (".", "absent/new", "file/new"):
+        assert not can_be_written(tmp_path / name)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) == os.devnull)
+    assert can_be_written(Path(os.devnull))
+    assert not can_be_written(tmp_path / "new")
+
+
+def test_a_folder_that_may_not_be_searched_is_no_place_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: object, **options: object) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", forbidden)
+    assert not can_be_written(Path("/closed/report.json"))
+
+
+def test_what_the_file_system_refuses_is_named() -> None:
+    with (
+        pytest.raises(UsageError, match=r"cannot write out\.txt: No space left on device; name another"),
+        errors_named(Path("out.txt"), "name another"),
+    ):
+        raise OSError(28, "No space left on device")

@@ -192,7 +192,7 @@ def _preparing(ours: Any, rounds: int) -> dict[str, Any]:
             seconds = _timed(lambda plan=plan: TokenGenerator(ours, plan))
             cpu = time.process_time() - cpu
             generator = TokenGenerator(ours, plan)
-            check = _timed(lambda one=generator: check_against_model(ours, one.decoder, one.engine))
+            check = _timed(lambda one=generator: check_against_model(ours, one.engine))
             looking = _timed(lambda one=generator: one._prepared.seen.changed(ours))
             if turn:  # the first round warms up
                 for kind, value in zip(rows[name], (seconds, cpu, check, looking), strict=True):

@@ -16,11 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parallel.estimates import Estimate, estimate, rank_strategies, ranking_text
 from benchmarks.parallel.published_runs import LLAMA_8B, RUNS, Run, grand_teton, workload
 from flatout import __version__
-from flatout.parallel.cluster import Link
-from flatout.parallel.planning import Estimate, estimate, rank_strategies
-from flatout.report.planning_text import ranking_text
+from flatout.parallel.communication_costs import Link
 
 TOKENS = 8192
 PREDICTED_GPUS = (8, 64, 1024)

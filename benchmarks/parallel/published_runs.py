@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flatout.parallel.cluster import Cluster, Link
-from flatout.parallel.planning import Sharing, Workload
+from benchmarks.parallel.estimates import Cluster, Workload
+from flatout.parallel.communication_costs import Link, Sharing
 
 Checkpointing = Literal["none", "selective", "full"]
 Source = Literal["llama3-2024-12", "asynctp-2025-06"]

@@ -48,11 +48,11 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.script.trial.fork_server import ForkServer
     from flatout.script.trial.setup import TrialSetup
     from flatout.search.deadline import Deadline
-    from flatout.tuning import worth_trying
+    from flatout.tuning import proposals
     from flatout.tuning.proposals import SearchLimits
     from flatout.tuning.search import TrainingSearch
 
-    vars(worth_trying)["LEAST_GAIN"] = -math.inf  # nothing is predicted to save too little to try
+    vars(proposals)["LEAST_GAIN"] = -math.inf  # nothing is predicted to save too little to try
     machine = machine_with_ceilings(lambda text: None)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-", dir="/var/tmp") as folder, ForkServer() as server:
         setup = TrialSetup(target=Target.from_command(command), work_folder=Path(folder), fork_server=server)

@@ -25,7 +25,6 @@ from scipy.optimize import nnls
 
 from benchmarks.whatif.workloads import PLANS, WORKLOADS
 from flatout.machine.published_peaks import GpuEntry, catalogue_entry
-from flatout.predicted_time.fake_steps import followed
 from flatout.predicted_time.gpu_rates import (
     H100,
     KINDS,
@@ -37,6 +36,7 @@ from flatout.predicted_time.gpu_rates import (
     ideal_seconds,
     kind_of,
 )
+from flatout.predicted_time.replayed import followed
 from flatout.profiling.operator_classes import operator_class
 from flatout.profiling.step_operators import Operator
 from flatout.sizing.training import Training

@@ -54,6 +54,8 @@ class AppliedPlan:
         """None: not needed yet."""
         self.proved_for: str | None = None
         self._verified = False
+        self._changed: list[str] = []
+        """Of the script's own files, those that were edited since the tune."""
         self._visible_before = visible_before
         self._announce, self._while_verifying = announce, while_verifying
 
@@ -131,7 +133,7 @@ class AppliedPlan:
         elif mismatch is not None and not trusted:
             self._verify(self.plan, mismatch, self.machine)
         elif not trusted:
-            self._compare_arguments(self.plan)
+            self._compare(self.plan)
         self.choices = choices_of_plan(self.plan.choices(), LEVERS, self.plan.proved_reduced)
         self._enter_environment()
 
@@ -158,19 +160,27 @@ class AppliedPlan:
 
     def _with_own_flops(self, plan: Plan) -> Plan:
         """FLOPs were counted of a step of one script with its arguments; a step of this run may be another one."""
-        same = plan.script is not None and same_script(plan.script, self.target) and self._has_its_arguments(plan)
+        same = plan.script is not None and same_script(plan.script, self.target)
+        if same and plan.sources:
+            from flatout.script.own_files import changed_since
+
+            self._changed = changed_since(self.target, plan.sources)
+        same = same and not self._changed and self._has_its_arguments(plan)
         return plan if same else replace(plan, flops_per_step=None)
 
     def _has_its_arguments(self, plan: Plan) -> bool:
         return plan.arguments_digest == arguments_digest(self.target.arguments)
 
-    def _compare_arguments(self, plan: Plan) -> None:
-        """Other arguments may mean another loop: what was proved in lower precision is applied only to the same one."""
-        if plan.script is None or self._has_its_arguments(plan):
-            return
-        tuned = f" ({shlex.join(plan.argv)})" if plan.argv else ""  # a plan may keep their digest alone
-        self.notes.append(f"the plan was tuned with other arguments{tuned}: tune again with these to be sure")
-        self.proved_for = plan.loop or ""
+    def _compare(self, plan: Plan) -> None:
+        """Other arguments, or another source, may mean another loop: what was proved in lower precision is applied to
+        the same one alone."""
+        if plan.script is not None and not self._has_its_arguments(plan):
+            tuned = f" ({shlex.join(plan.argv)})" if plan.argv else ""  # a plan may keep their digest alone
+            self.notes.append(f"the plan was tuned with other arguments{tuned}: tune again with these to be sure")
+            self.proved_for = plan.loop or ""
+        if self._changed:
+            self.notes.append(f"{', '.join(self._changed)} changed since the tune: tune again to be sure")
+            self.proved_for = plan.loop or ""
 
     def _verify(self, plan: Plan, mismatch: str, machine: Machine) -> None:
         """A plan from elsewhere is a suggestion: its choices are tried here, and those that hold are applied."""
@@ -211,12 +221,6 @@ class AppliedPlan:
             if library and library not in environment.preloaded_libraries():
                 self._start_over(environment.with_preloaded(library))
 
-    def _hand_over(self) -> str:
-        """Of a plan that was verified, for the process that starts over: in there a preloaded allocator is already in
-        force, so it could not be verified again."""
-        assert self.plan is not None
-        return json.dumps([self.plan.without_private().to_toml(), self.notes, self.missed])
-
     def _take_over(self, text: str) -> None:
         from flatout.plan import Plan
 
@@ -224,8 +228,10 @@ class AppliedPlan:
         self.plan = Plan.from_toml(toml)
 
     def _start_over(self, variables: dict[str, str]) -> None:
-        if self._verified:
-            variables = {**variables, environment.VERIFIED_PLAN: self._hand_over()}
+        if self._verified and self.plan is not None:
+            # In there a preloaded allocator is already in force, so the plan could not be verified again.
+            handed_over = json.dumps([self.plan.without_private().to_toml(), self.notes, self.missed])
+            variables = {**variables, environment.VERIFIED_PLAN: handed_over}
         os.execve(sys.executable, [*sys.orig_argv], environment.with_visible(variables, self._visible_before))
 
     def _miss(self, text: str) -> None:

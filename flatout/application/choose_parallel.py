@@ -7,8 +7,7 @@ print(found.summary())
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from flatout import environment
 from flatout.arguments import as_plan, as_seconds, as_whole_number, wrong
@@ -21,10 +20,9 @@ from flatout.report.strategies_text import strategies_text
 from flatout.script.replicas.starting import device_count
 from flatout.script.trial.process import in_ranks
 from flatout.script.work_folder import require_linux
+from flatout.search.search import Progress
 from flatout.strategies.choosing import StrategiesRequest, choose_strategy
 from flatout.strategies.found import StrategiesFound
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -73,13 +71,7 @@ def choose_parallel(
 
 
 def strategies_asked(
-    training: str,
-    ranks: str,
-    plan: Plan,
-    budget_seconds: float,
-    *,
-    on_cpu: bool = False,
-    allow_network: bool = False,
+    training: str, ranks: str, plan: Plan, budget_seconds: float, *, on_cpu: bool = False, allow_network: bool = False
 ) -> StrategiesRequest:
     """ranks: '2' or 'auto'. UsageError where there are not so many devices, where one is asked for, and where the plan
     has a strategy already."""
@@ -106,4 +98,4 @@ def strategies_asked(
 def choose_requested(request: StrategiesRequest, progress: Progress) -> ParallelChoice:
     machine = detect()
     found = choose_strategy(request, machine, progress)
-    return ParallelChoice(machine=machine, **{one.name: getattr(found, one.name) for one in fields(found)})
+    return ParallelChoice(machine=machine, **vars(found))

@@ -15,17 +15,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flatout.diagnose.live_ranks import LiveRanks
 from flatout.diagnose.run_energy import Energy, EnergyWatch
 from flatout.diagnose.run_state import RunState, RunStates
-from flatout.diagnose.seen_run import SeenRun
+from flatout.diagnose.seen_run import LiveRanks, SeenRun
 from flatout.errors import MachineError, UsageError
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.device_rates import Devices, DeviceWatch
 from flatout.machine.sensors import Sensors, SensorSource
 from flatout.plan import Plan
 from flatout.private_details import LEFT_OUT
-from flatout.report.live_text import LiveView, panel_line, panel_lines
+from flatout.report.live_text import LiveView, panel_lines
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.own_modules import own_imports
@@ -151,7 +150,7 @@ class RunPanel:
             energy=self._known_energy,
             ranks=self._ranks,
         )
-        return [panel_line(view, columns)] if most == 1 else panel_lines(view, columns, most)[:most]
+        return panel_lines(view, columns, most)[:most]
 
     def close(self) -> None:
         self._watch.close()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout.arguments import as_path, as_seconds, as_whole_number, wrong
 from flatout.diagnose.checks import check_facts
 from flatout.diagnose.facts import Facts, RunFacts
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.machine.device import wait_for_gpus
@@ -28,7 +27,7 @@ from flatout.precision.matmul import current_matmul_precision
 from flatout.profiling.exports import check_trace, write_trace
 from flatout.profiling.profile import GroupBy, Profile, SortBy
 from flatout.profiling.roofline import matrix_units, roofline
-from flatout.report.profile_text import profile_text
+from flatout.report.profile_text import ScriptProfile, profile_text
 from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, ProfileWatched, watch_profile
 from flatout.script.source_facts import read_source
 from flatout.timing import Load, LoadWatch, Measurement, contention
@@ -39,10 +38,6 @@ from flatout.timing import measure as timed
 class ProfileResult(ShownAsText, Profile):
     """What `flatout.profile` found, per call: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`."""
 
-    @classmethod
-    def of(cls, found: Profile) -> ProfileResult:
-        return cls(**{one.name: getattr(found, one.name) for one in fields(found)})
-
     def summary(self, *, by: GroupBy = "name", sort: SortBy = "time") -> str:
         """What `flatout profile` prints, on one screen."""
         return profile_text(self, by=by, sort=sort)
@@ -52,11 +47,7 @@ class ProfileResult(ShownAsText, Profile):
 
 
 def profile(
-    function: Callable[[], object],
-    *,
-    steps: int = 5,
-    name: str = "",
-    trace: str | os.PathLike[str] | None = None,
+    function: Callable[[], object], *, steps: int = 5, name: str = "", trace: str | os.PathLike[str] | None = None
 ) -> ProfileResult:
     """Call a function without arguments a dozen times or more, and say where its time goes.
 
@@ -93,16 +84,11 @@ def profile(
     machine = detect()
     ceilings = load_ceilings(machine, found.device)
     tf32 = current_matmul_precision() != "highest"
-    return ProfileResult.of(against_ceilings(found, machine.with_ceilings(ceilings), tf32=tf32))
+    return ProfileResult(**vars(against_ceilings(found, machine.with_ceilings(ceilings), tf32=tf32)))
 
 
 def measure(
-    function: Callable[[], object],
-    *,
-    name: str = "",
-    warmup: int = 3,
-    min_samples: int = 10,
-    max_seconds: float = 10.0,
+    function: Callable[[], object], *, name: str = "", warmup: int = 3, min_samples: int = 10, max_seconds: float = 10.0
 ) -> Measurement:
     """Time a function without arguments: warmed up, with the GPU awaited before and after, enough samples to be sure.
 
@@ -153,28 +139,25 @@ def findings_of(
     files = behaviour.files if behaviour is not None else ()
     ceilings = load_ceilings(machine, "cpu")
     cpu = ceilings.gemm_flops_per_second.get("fp32") if ceilings is not None else None
+    run = RunFacts(
+        steps=watched.steps,
+        processes=len(watched.ranks),
+        ranks=tuple(one.record for one in watched.ranks),
+        devices=watched.devices,
+    )
     facts = Facts(
         command=shlex.join(watched.target.command),
         observed=watched.observed,
         profile=None if profile is None else profile.at_plain_speed(),
         behaviour=behaviour,
         source=read_source(files, watched.target.folder) if files else None,
-        run=_run_facts(watched) if watched.status in (None, 0) else None,
+        run=run if watched.status in (None, 0) else None,
         machine=machine,
         gpus=tuple(gpu.name for gpu in machine.usable_gpus),
         cpu_flops_per_second=None if cpu is None else cpu.value,
         contended=load is not None and load.contended,
     )
     return check_facts(facts)
-
-
-def _run_facts(watched: ProfileWatched) -> RunFacts:
-    return RunFacts(
-        steps=watched.steps,
-        processes=len(watched.ranks),
-        ranks=tuple(one.record for one in watched.ranks),
-        devices=watched.devices,
-    )
 
 
 def against_ceilings(found: Profile, machine: Machine, *, tf32: bool) -> Profile:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from flatout.application.target import as_target
 from flatout.arguments import as_path, as_plan, wrong
 from flatout.diagnose.finding import Finding
 from flatout.errors import UsageError
@@ -23,6 +22,7 @@ from flatout.machine.visible_devices import visible_setting
 from flatout.plan import Plan, read_plan, write_plan
 from flatout.report.document import Document, read_document, report_place
 from flatout.script.child_command import child_command
+from flatout.script.entry import Target
 from flatout.script.replicas.starting import device_count
 from flatout.timing import Measurement
 
@@ -71,7 +71,7 @@ class RunResult:
 
     def _repr_html_(self) -> str:
         """In a notebook: the verdict, and what was found."""
-        from flatout.report.html.notebook import verdict_html
+        from flatout.report.html.verdicts import verdict_html
 
         payload = self.document or {"script": {"status": self.status}}
         return verdict_html("run", payload, tuple((one.severity, one.title) for one in self.findings))
@@ -139,6 +139,19 @@ def run(
         done = _done([*options, *target.command], capture_output)
         document = read_document(written, "run") if _stamp(written) != before else None
     return _result(done, document)
+
+
+def as_target(script: str | os.PathLike[str], arguments: Sequence[str] = (), *, module: bool = False) -> Target:
+    """module: `script` is the name of a module, as after `python -m`. Raises UsageError for what is no command line."""
+    if isinstance(arguments, str):
+        raise wrong("arguments", arguments, "it is a list of words", 'for example ["--lr", "0.1"]')
+    words = tuple(os.fspath(word) if isinstance(word, os.PathLike) else word for word in arguments)
+    for word in words:
+        if not isinstance(word, str):
+            raise wrong("an argument", word, "each of them is a text", "write numbers as texts, such as str(0.1)")
+    as_path(script, "script")
+    name = os.fspath(script)  # as it was given: './train.py' stays so
+    return Target(module=name, arguments=words) if module else Target(path=name, arguments=words)
 
 
 def _done(words: Sequence[str], capture_output: bool) -> subprocess.CompletedProcess[str]:

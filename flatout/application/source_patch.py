@@ -14,7 +14,7 @@ from flatout.plan import Plan, read_plan
 from flatout.private_details import arguments_digest
 from flatout.report.document import read_document
 from flatout.script.entry import Target
-from flatout.script.own_files import own_files, source_digests
+from flatout.script.own_files import changed_since, own_files
 
 if TYPE_CHECKING:
     from flatout.source_patch.result import SourcePatch
@@ -56,9 +56,7 @@ def _differences(target: Target, plan: Plan, place: Path, *, force: bool) -> lis
         what = f"{place} does not say which version of the source was tuned"
         limit = "it is from an older Flatout, or written by hand"
     else:
-        then, now = _by_name(plan.sources), _by_name(source_digests(target))
-        changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
-        if not changed:
+        if not (changed := changed_since(target, plan.sources)):
             return []
         what, limit = (
             f"{', '.join(changed)} changed since the tune",
@@ -67,10 +65,6 @@ def _differences(target: Target, plan: Plan, place: Path, *, force: bool) -> lis
     if not force:
         raise UsageError(what, limit=limit, remedy="tune again, or pass --force")
     return [f"{what}; {limit}"]
-
-
-def _by_name(digests: tuple[str, ...]) -> dict[str, str]:
-    return {name: digest for digest, _, name in (one.partition(" ") for one in digests)}
 
 
 def _arguments(target: Target, plan: Plan) -> list[str]:

@@ -8,41 +8,36 @@ print(found.summary())
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 from flatout import environment
-from flatout.application.target import as_target
+from flatout.application.run import as_target
 from flatout.arguments import as_bytes, as_exactness, as_seconds, as_whole_number, wrong
 from flatout.errors import UsageError
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.notebook_tables import ShownAsText
 from flatout.parallel.launching.rank_count import count_ranks
 from flatout.plan_choices import Exactness
-from flatout.report.html.notebook import verdict_html
+from flatout.report.html.verdicts import verdict_html
 from flatout.report.tune_text import tune_payload, tune_text
 from flatout.script.replicas.settings import Settings
 from flatout.script.replicas.starting import device_count
 from flatout.script.trial.process import in_ranks
 from flatout.script.work_folder import require_linux
 from flatout.search.deadline import Deadline
+from flatout.search.search import Progress
 from flatout.train.step import TrainStep
 from flatout.tuning.devices.choosing import DevicesAsked
 from flatout.tuning.results import Tuned
 from flatout.tuning.script_tuning import TuneRequest, tune_script
 from flatout.tuning.step_tuning import tune_step
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(ShownAsText, Tuned):
     """What `flatout.tune` found: the plan, its speedup, what was tried, and the proof that the numbers are right."""
-
-    @classmethod
-    def of(cls, found: Tuned) -> TuneResult:
-        return cls(**{one.name: getattr(found, one.name) for one in fields(found)})
 
     def summary(self) -> str:
         """The whole result on one screen."""
@@ -145,7 +140,7 @@ def tune(
         if way is not None:
             raise wrong(*way, "it is for a script", "for a step of your own: plan.parallel")
         found = tune_step(subject, batches, exactness=exactness, budget_seconds=seconds, steps=steps, progress=say)
-        return TuneResult.of(found)
+        return TuneResult(**vars(found))
     if not isinstance(subject, str | os.PathLike):
         raise wrong("subject", subject, "it is a TrainStep or the path of a script", "for a model: tune_inference")
     if batches is not None:
@@ -228,4 +223,4 @@ def tune_requested(request: TuneRequest, progress: Progress) -> TuneResult:
     deadline = Deadline(request.budget_seconds)
     with deadline.stage("measuring this machine"):
         machine = machine_with_ceilings(progress)
-    return TuneResult.of(tune_script(request, machine, progress, deadline))
+    return TuneResult(**vars(tune_script(request, machine, progress, deadline)))

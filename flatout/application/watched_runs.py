@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from flatout.diagnose.run_energy import EnergyWatch
-from flatout.diagnose.watched import Watched
+from flatout.diagnose.seen_run import Watched
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.detect import detect
 from flatout.machine.device_rates import DeviceWatch

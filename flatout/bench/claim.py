@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-from flatout.bench.results import Speedup
+from flatout.bench.results import OneMachine, Speedup
 from flatout.bench.workload import Setup
 from flatout.decoding import decode
-from flatout.machine.description import Machine
 
 Quantity = Literal["speedup", "slowdown", "memory", "rate", "share"]
 """Of what a claim states: times as fast, times as long, times as little memory, items a second, or a share of 1."""
@@ -37,7 +36,7 @@ class Statement:
     says: str
     guides: tuple[str, ...]
     """Titles."""
-    quantity: Quantity
+    quantity: Quantity = "speedup"
     low: float
     """The least that still counts as what is stated: 1.8 for 'about 2x'."""
     high: float | None = None
@@ -87,20 +86,12 @@ class ClaimResult(Statement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClaimsResult:
-    """All claims, measured on one machine."""
+class ClaimsResult(OneMachine):
+    """All claims."""
 
-    machine: Machine
-    device: str
-    quick: bool
-    versions: Mapping[str, str | None]
-    contended: bool | None
     claims: tuple[ClaimResult, ...]
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> ClaimsResult:
         """Raises TypeError for anything that `to_json` does not write."""
         return decode(cls, data)
-
-    def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "machine": self.machine.to_json()}

@@ -22,14 +22,6 @@ MOST_ROUNDS = 40
 UNLIMITED_BYTES = 1 << 62
 
 
-def _mlp_batch(setup: Setup) -> Batch:
-    return torch.randn(128, 784), torch.randint(0, 10, (128,))
-
-
-def _image_batch(setup: Setup) -> Batch:
-    return torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
-
-
 def _large_images(setup: Setup) -> Batch:
     count, size = (2, 64) if setup.reduced else (64, 224) if setup.device == "cuda" else (8, 224)
     return torch.randn(count, 3, size, size), torch.randint(0, 1000, (count,))
@@ -37,9 +29,14 @@ def _large_images(setup: Setup) -> Batch:
 
 RESNET_50 = "ResNet-50"
 MODELS = {
-    "MLP 784-1024-1024-10": Training(model=lambda: MLP(MLPConfig(inputs=784, hidden=(1024, 1024))), batch=_mlp_batch),
+    "MLP 784-1024-1024-10": Training(
+        model=lambda: MLP(MLPConfig(inputs=784, hidden=(1024, 1024))),
+        batch=lambda setup: (torch.randn(128, 784), torch.randint(0, 10, (128,))),
+    ),
     "ConvNet on 32 x 32": Training(
-        model=lambda: ConvNet(ConvNetConfig(height=32, width=32)), batch=_image_batch, images=True
+        model=lambda: ConvNet(ConvNetConfig(height=32, width=32)),
+        batch=lambda setup: (torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))),
+        images=True,
     ),
     "GPT of 4 layers, width 128": SMALL,
     RESNET_50: Training(model=RESNET.model, batch=_large_images, images=True),

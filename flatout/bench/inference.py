@@ -92,14 +92,22 @@ def bert_by_flatout(setup: Setup, settings: Settings) -> Prepared:
     return Prepared(turn=_without_loss(run), how="bf16, packed", outputs=outputs, flops=flops)
 
 
-def _berts() -> tuple[Any, Bert]:
-    """transformers' BERT-Large (None: not installed), and flatout's own with the same weights."""
+def _transformers() -> Any:  # Any: its module
+    """Quiet; None: it is not installed. The seed is that of all weights."""
     torch.manual_seed(0)
     try:
         transformers = peer_package("transformers")
     except ImportError:
-        return None, Bert(BertConfig.large(), pooler=False).eval()
+        return None
     transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _berts() -> tuple[Any, Bert]:
+    """transformers' BERT-Large (None: not installed), and flatout's own with the same weights."""
+    transformers = _transformers()
+    if transformers is None:
+        return None, Bert(BertConfig.large(), pooler=False).eval()
     large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     theirs: Any = transformers.BertModel(transformers.BertConfig(**large), add_pooling_layer=False).eval()
     config = BertConfig.from_hugging_face(theirs.config.to_dict())
@@ -198,12 +206,9 @@ def text_by_flatout(plan: Plan, setup: Setup, settings: Settings) -> Prepared:
 
 def _gpts() -> tuple[Any, GPT2]:
     """transformers' GPT-2 124M (None: not installed), and flatout's own with the same weights."""
-    torch.manual_seed(0)
-    try:
-        transformers = peer_package("transformers")
-    except ImportError:
+    transformers = _transformers()
+    if transformers is None:
         return None, GPT2(GPT2Config()).eval()
-    transformers.logging.set_verbosity_error()
     theirs: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
     config = GPT2Config.from_hugging_face(theirs.config.to_dict())
     return theirs, GPT2.from_hugging_face(theirs.state_dict(), config).eval()

@@ -150,7 +150,7 @@ class _Child:
 
 def _end(code: int | None) -> str:
     if code is not None and code < 0:
-        name = signal.Signals(-code).name
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return f"by {name}" + (" (too little memory?)" if name == "SIGKILL" else "")
     return f"with code {code}"
 

@@ -123,8 +123,8 @@ def _speedup(base: Row, row: Row) -> Speedup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchResult:
-    """The table: measured on one machine, the contenders of a workload in turns."""
+class OneMachine:
+    """Where a bench ran."""
 
     machine: Machine
     device: str
@@ -133,20 +133,25 @@ class BenchResult:
     """Package -> version, of torch and of the peers; None: not installed."""
     contended: bool | None
     """Did others keep the processor busy meanwhile? None: unknown."""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult(OneMachine):
+    """The table: the contenders of a workload in turns."""
+
     workloads: tuple[WorkloadResult, ...]
 
     def share_of_ceiling(self, workload: WorkloadResult, row: Row) -> float | None:
         """The work's operations over what the fastest measured product does in that time; None: one is unknown."""
         ceilings = self.machine.ceilings
-        best = ceilings.best_gemm() if ceilings is not None and self._measured_here() else None
+        here = ceilings is not None and ceilings.device.startswith(self.device)
+        best = ceilings.best_gemm() if ceilings is not None and here else None
         if best is None or workload.flops is None:
             return None
         return workload.flops / row.median_seconds / best[1].value
-
-    def _measured_here(self) -> bool:
-        """Are the ceilings those of the device that the bench ran on?"""
-        ceilings = self.machine.ceilings
-        return ceilings is not None and ceilings.device.startswith(self.device)
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> BenchResult:
@@ -156,6 +161,3 @@ class BenchResult:
             if not (row.seconds and min(row.seconds) > 0):
                 raise TypeError(f"{row.name} has no times above 0")
         return result
-
-    def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "machine": self.machine.to_json()}

@@ -228,7 +228,8 @@ class _Run:
         try:
             return ask(processes[name].process)
         except FlatoutError as error:
-            self._lost(processes, name, error)
+            self.left_out[name] = str(error)
+            processes.pop(name).process.close()
             return None
 
     def _rounds(self, processes: dict[str, Running]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -248,10 +249,6 @@ class _Run:
                 seconds[name].append(took)
                 losses[name] += [] if loss is None else [loss]
         return seconds, losses
-
-    def _lost(self, processes: dict[str, Running], name: str, error: FlatoutError) -> None:
-        self.left_out[name] = str(error)
-        processes.pop(name).process.close()
 
     def _with_differences(self, rows: list[Row], outputs: dict[str, list[float] | None]) -> list[Row]:
         plain = next((outputs[row.name] for row in rows if row.role == "plain"), None)

@@ -220,14 +220,6 @@ def _masked(setup: Setup) -> Batch:
     return tokens, torch.where(torch.rand(tokens.shape) < 0.15, tokens, -100)
 
 
-def _gpt2() -> nn.Module:
-    return GPT2(GPT2Config(max_tokens=1024, dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0))
-
-
-def _bert() -> nn.Module:
-    return BertMaskedLM(BertConfig.base(dropout=0.0, attention_dropout=0.0))
-
-
 SMALL_GPT = GPT2Config(
     vocab_size=512,
     max_tokens=128,
@@ -246,8 +238,9 @@ def _small_text(setup: Setup) -> Batch:
 
 
 RESNET = Training(model=ResNet, batch=_images, images=True)
-GPT = Training(model=_gpt2, batch=_text)
-BERT = Training(model=_bert, batch=_masked)
+_GPT2 = GPT2Config(max_tokens=1024, dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0)
+GPT = Training(model=partial(GPT2, _GPT2), batch=_text)
+BERT = Training(model=partial(BertMaskedLM, BertConfig.base(dropout=0.0, attention_dropout=0.0)), batch=_masked)
 SMALL = Training(model=partial(GPT2, SMALL_GPT), batch=_small_text, exactness="rounding")
 
 

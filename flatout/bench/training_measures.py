@@ -29,6 +29,7 @@ from flatout.bench.claim_steps import (
     training_step,
     wait_of,
 )
+from flatout.bench.results import Speedup
 from flatout.bench.training import Batch, Training, loss_of
 from flatout.bench.workload import Setup
 from flatout.models import MLP, MLPConfig
@@ -50,18 +51,19 @@ def amp_speed(setup: Setup, seconds: float) -> Sequence[Case]:
 
 def amp_memory(setup: Setup, seconds: float) -> Sequence[Case]:
     """Without weights and the optimizer's state, which stay in fp32."""
-    cases = []
-    for name, training in models_of(setup).items():
-        plain = peak_bytes(training_step(training, setup), setup)
-        amp = peak_bytes(training_step(training, setup, amp=True), setup)
-        cases.append(
-            Case(
-                condition=f"{name}, a step's own memory, {amp_name(setup)}",
-                measured=exactly(plain / amp),
-                note="beside weights and optimizer, which stay in fp32",
-            )
+    return [
+        Case(
+            condition=f"{name}, a step's own memory, {amp_name(setup)}",
+            measured=_less_memory(training_step(training, setup), training_step(training, setup, amp=True), setup),
+            note="beside weights and optimizer, which stay in fp32",
         )
-    return cases
+        for name, training in models_of(setup).items()
+    ]
+
+
+def _less_memory(before: Step, after: Step, setup: Setup) -> Speedup:
+    """How many times as little `after` takes."""
+    return exactly(peak_bytes(before, setup) / peak_bytes(after, setup))
 
 
 def amp_accuracy(setup: Setup, seconds: float) -> Sequence[Case]:
@@ -116,12 +118,8 @@ def tf32(setup: Setup, seconds: float) -> Sequence[Case]:
 
             return run
 
-        cases.append(
-            Case(
-                condition=f"products of {size} x {size}",
-                measured=compared(product("ieee"), product("tf32"), setup, seconds),
-            )
-        )
+        measured = compared(product("ieee"), product("tf32"), setup, seconds)
+        cases.append(Case(condition=f"products of {size} x {size}", measured=measured))
     return cases
 
 
@@ -225,9 +223,8 @@ def _checkpointed(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def checkpointing_memory(setup: Setup, seconds: float) -> Sequence[Case]:
-    plain = peak_bytes(training_step(_DEEP, setup), setup)
-    less = peak_bytes(training_step(_DEEP, setup, model_of=_checkpointed), setup)
-    return [Case(condition="24 linear layers in 6 segments", measured=exactly(plain / less))]
+    plain, less = training_step(_DEEP, setup), training_step(_DEEP, setup, model_of=_checkpointed)
+    return [Case(condition="24 linear layers in 6 segments", measured=_less_memory(plain, less, setup))]
 
 
 def checkpointing_time(setup: Setup, seconds: float) -> Sequence[Case]:
@@ -248,8 +245,8 @@ def accumulation_memory(setup: Setup, seconds: float) -> Sequence[Case]:
 
         return run
 
-    whole, parts = peak_bytes(step(1), setup), peak_bytes(step(4), setup)
-    return [Case(condition="24 linear layers, batch 2,048 as 4 x 512", measured=exactly(whole / parts))]
+    measured = _less_memory(step(1), step(4), setup)
+    return [Case(condition="24 linear layers, batch 2,048 as 4 x 512", measured=measured)]
 
 
 def without_gradients(setup: Setup, seconds: float) -> Sequence[Case]:
@@ -258,12 +255,8 @@ def without_gradients(setup: Setup, seconds: float) -> Sequence[Case]:
         model, (inputs, _) = MODELS[name].start(setup)
         model.eval()
         before, after = _forward(model, inputs, contextlib.nullcontext), _forward(model, inputs, torch.inference_mode)
-        cases.append(
-            Case(
-                condition=f"{name}, memory of a forward pass",
-                measured=exactly(peak_bytes(before, setup) / peak_bytes(after, setup)),
-            )
-        )
+        measured = _less_memory(before, after, setup)
+        cases.append(Case(condition=f"{name}, memory of a forward pass", measured=measured))
     return cases
 
 

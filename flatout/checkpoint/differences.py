@@ -50,9 +50,4 @@ class Findings:
     dtypes: list[str] = field(default_factory=list)
 
     def differences(self) -> Differences:
-        return Differences(
-            missing=tuple(self.missing),
-            unexpected=tuple(self.unexpected),
-            shapes=tuple(self.shapes),
-            dtypes=tuple(self.dtypes),
-        )
+        return Differences(**{name: tuple(found) for name, found in vars(self).items()})

@@ -145,10 +145,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # some network file systems cannot fsync folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot fsync folders
             raise
     finally:
         os.close(descriptor)
@@ -159,9 +156,8 @@ def existing_in(folder: Path) -> Path | None:
     try:
         return next((path for path in (folder, *folder.parents) if path.exists()), None)
     except OSError as error:  # a name that is too long, a folder above it that may not be searched
-        raise UsageError(f"{folder} cannot be used: {error.strerror}", remedy="name a folder that you may write") from (
-            error
-        )
+        what = f"{folder} cannot be used: {error.strerror}"
+        raise UsageError(what, remedy="name a folder that you may write") from error
 
 
 def check_space(folder: Path, need_bytes: int, what: str) -> None:

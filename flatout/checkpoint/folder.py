@@ -36,12 +36,12 @@ from flatout.checkpoint.disk import (
 )
 from flatout.checkpoint.manifest import SCHEMA, StoredFile, damaged, schema_of
 from flatout.checkpoint.parts import PREFIX, Part
-from flatout.checkpoint.rank_generators import rank_and_ranks
 from flatout.checkpoint.saved import Checkpoint, Loaded, fill, open_checkpoint, structure_text, write_parts
 from flatout.checkpoint.shared_saves import SharedSave
 from flatout.checkpoint.structure import Split, split
 from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
+from flatout.machine.ranks import joined_rank
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _HEADER_BYTES, _MARGIN_BYTES = 512, 64 * 1024
@@ -98,7 +98,7 @@ class Checkpoints:
             self._save(state, step, metric)
 
     def _save(self, state: Mapping[str, object], step: int, metric: float | None) -> None:
-        first = (rank_and_ranks()[0] if self._rank is None else self._rank) == 0
+        first = (joined_rank() if self._rank is None else self._rank) == 0
         shared = SharedSave() if _has_parts(state) else None  # before what may fail: ranks count their saves alike
         if not first and shared is None:
             return
@@ -250,9 +250,8 @@ def _entries(folder: Path) -> list[_Entry]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UsageError(f"{folder} cannot be read: {error.strerror}", remedy="name a folder that you may read") from (
-            error
-        )
+        what = f"{folder} cannot be read: {error.strerror}"
+        raise UsageError(what, remedy="name a folder that you may read") from error
     named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
     entries = [_Entry(sequence=int(match[1]), step=int(match[2]), folder=path) for match, path in named]
     return sorted(entries, key=lambda entry: (entry.sequence, entry.step))

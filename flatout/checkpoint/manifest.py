@@ -66,29 +66,22 @@ class _Header:
     version: object
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Contents:
-    """The rest, in this schema."""
-
-    step: int
-    metric: float | str | None
-    versions: Mapping[str, str]
-    files: Mapping[str, StoredFile]
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, its own checksum verified. Raises UsageError if it is missing, damaged or of a newer schema."""
     header, document = _read(folder)
     if header.schema > SCHEMA:
-        raise newer_schema(folder, header.schema, header.version)
-    try:
-        found = decode(_Contents, {one.name: document[one.name] for one in fields(_Contents)})
-        return Manifest(
-            step=found.step,
-            metric=None if found.metric is None else float(found.metric),
-            versions=found.versions,
-            files={_file_name(name): one for name, one in found.files.items()},
+        raise UsageError(
+            f"{folder} was written by Flatout {header.version}, schema {header.schema}",
+            limit=f"this is {__version__}, which reads up to schema {SCHEMA}",
+            remedy="update Flatout",
         )
+    try:
+        metric = document["metric"]
+        known = {name: document[name] for name in ("step", "versions", "files")}
+        found = decode(Manifest, {**known, "metric": float(metric) if isinstance(metric, str) else metric})
+        for name in found.files:
+            _check_file_name(name)
+        return found
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(folder / NAME, f"it is not complete ({error!r})") from error
 
@@ -104,14 +97,6 @@ def schema_of(folder: Path) -> int | None:
 def damaged(path: Path, why: str) -> UsageError:
     """A file of a checkpoint that is not as it was written."""
     return UsageError(f"{path} is damaged: {why}", remedy="load another checkpoint; Checkpoints.load() finds one")
-
-
-def newer_schema(folder: Path, schema: int, version: object) -> UsageError:
-    return UsageError(
-        f"{folder} was written by Flatout {version}, schema {schema}",
-        limit=f"this is {__version__}, which reads up to schema {SCHEMA}",
-        remedy="update Flatout",
-    )
 
 
 def _read(folder: Path) -> tuple[_Header, Mapping[str, object]]:
@@ -141,7 +126,6 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _file_name(name: str) -> str:
+def _check_file_name(name: str) -> None:
     if Path(name).name != name or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is outside the folder")
-    return name

@@ -24,6 +24,7 @@ KIND = "kind"
 """In a saved state, which of torch's optimizers it is: the options and states of some differ in nothing."""
 _LIKE_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "prev", "step_size", "ax"}
 )
 """State of torch's optimizers that has its parameter's shape."""
 _SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"})
@@ -36,7 +37,10 @@ def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, found: Findings) -> Saved:
-    """Note what differs; returns the saved state. Raises UsageError if it is not one of as many parameters."""
+    """Note what differs; returns the saved state, with the optimizer's own in place of what does not fit.
+
+    Raises UsageError if it is not one of as many parameters.
+    """
     groups = optimizer.param_groups
     try:
         if not isinstance(saved, Mapping):
@@ -50,29 +54,34 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, 
         what = f"{path} was saved with {_sizes(counts)}"
         limit = f"the optimizer here has {_sizes(own)}"
         raise UsageError(what, limit=limit, remedy="build it over the same parameters in the same groups")
-    options = len(found.unexpected)
+    options, is_other = len(found.unexpected), False
     for index, (group, there) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         lacking = [key for key in optimizer.defaults if key not in there]
         unknown = [key for key in there if key not in group and key not in _SCHEDULERS]
         if lacking and unknown:  # either alone is another version of torch, both are another optimizer
+            is_other = True
             found.missing += [f"{path}: group {index}: {key}" for key in lacking]
             found.unexpected += [f"{path}: group {index}: {key}" for key in unknown]
         if DECOUPLED in there and DECOUPLED in group and there[DECOUPLED] != group[DECOUPLED]:
             values = f"{there[DECOUPLED]} saved, {group[DECOUPLED]} here"
             found.unexpected.append(f"{path}: group {index}: {DECOUPLED} ({values})")
     kinds = saved.get(KIND), _kind(optimizer)
-    if all(kinds) and kinds[0] != kinds[1] and len(found.unexpected) == options:  # they have the same options
+    is_other = is_other or (all(kinds) and kinds[0] != kinds[1])
+    if is_other and len(found.unexpected) == options:  # they have the same options
         found.unexpected.append(f"{path}: the state of another optimizer ({kinds[0]} saved, {kinds[1]} here)")
     for number, (identity, parameter) in enumerate(_parameters(optimizer, saved)):
+        whole, fits = whole_shape(parameter), not is_other
         for key, value in states.get(identity, {}).items():
-            if (
-                key in _LIKE_PARAMETER
-                and isinstance(value, torch.Tensor)
-                and tuple(value.shape) != whole_shape(parameter)
-            ):
-                shapes = f"{list(value.shape)} saved, {list(whole_shape(parameter))} here"
-                found.shapes.append(f"{path}: {key} of parameter {number} ({shapes})")
-    return saved
+            if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and tuple(value.shape) != whole:
+                found.shapes.append(
+                    f"{path}: {key} of parameter {number} ({list(value.shape)} saved, {list(whole)} here)"
+                )
+                fits = False
+        if not fits:
+            states.pop(identity, None)
+            if own_state := optimizer.state.get(parameter):
+                states[identity] = own_state
+    return {**saved, "state": states}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtypes: bool) -> None:
@@ -90,6 +99,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtyp
     }
     groups = [
         {key: _option(key, value, group, devices) for key, value in there.items()}
+        | {key: group[key] for key in optimizer.defaults if key in group and key not in there}
         for group, there in zip(optimizer.param_groups, saved["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})

@@ -95,10 +95,6 @@ def spread_like(parameter: torch.Tensor | None, value: object) -> object:
     return like(parameter, value)
 
 
-def offsets_text(parts: Mapping[str, Part]) -> str:
-    return json.dumps({name: list(part.offset) for name, part in parts.items()}, separators=(",", ":"))
-
-
 def read_parts(paths: Iterable[Path], whole: Mapping[str, tuple[list[int], str]]) -> dict[str, torch.Tensor]:
     """The whole tensors, from the files of all ranks; `whole` has the shape and dtype of each.
 
@@ -117,17 +113,12 @@ def read_parts(paths: Iterable[Path], whole: Mapping[str, tuple[list[int], str]]
                 if key in seen:
                     continue
                 seen.add(key)
-                place = _place(tensors[name], offsets[name], part)
+                place = tensors[name]
+                for dim, (begin, length) in enumerate(zip(offsets[name], part.shape, strict=True)):
+                    place = place.narrow(dim, begin, length)  # RuntimeError outside
                 place.copy_(part)
                 missing[name] -= part.numel()
     wrong = [name for name, count in missing.items() if count]
     if wrong:
         raise ValueError(f"the parts of {wrong[0]} are not the whole: {missing[wrong[0]]} elements differ")
     return tensors
-
-
-def _place(whole: torch.Tensor, offset: list[int], part: torch.Tensor) -> torch.Tensor:
-    place = whole
-    for dim, (begin, length) in enumerate(zip(offset, part.shape, strict=True)):
-        place = place.narrow(dim, begin, length)  # RuntimeError outside
-    return place

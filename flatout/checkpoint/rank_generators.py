@@ -26,6 +26,8 @@ from flatout.checkpoint.structure import join, split
 from flatout.decoding import decode
 from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, seed_generators
+from flatout.machine.ranks import joined_rank, joined_ranks
+from flatout.torch_private.ranks import default_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -34,20 +36,13 @@ WAIT_SECONDS = 300.0
 """For the other ranks; less than the 10 minutes after which NCCL would end a rank that went on without this one."""
 
 
-def rank_and_ranks() -> tuple[int, int]:
-    """(this process, of how many): (0, 1) without torch.distributed."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
-
-
 def states_of_ranks() -> dict[str, object]:
     """This rank's states and, on rank 0, all others'. Every rank calls it, equally often. Raises UsageError."""
-    rank, ranks = rank_and_ranks()
+    rank, ranks = joined_rank(), joined_ranks()
     states = generator_states()
     if ranks == 1:
         return states
-    store = _store()
+    store = default_store()
     number = store.add(f"flatout/captures/{rank}", 1)
     if rank:
         store.set(_key(number, rank), _packed(states).decode())
@@ -69,7 +64,7 @@ def states_here(saved: Mapping[str, object]) -> tuple[Mapping[str, object], str 
     A rank whose states were not saved gets states from a seed: the SHA-256 of the first rank's states and its own
     number. So it differs from all others, and is the same whenever that checkpoint is restored.
     """
-    rank, ranks = rank_and_ranks()
+    rank, ranks = joined_rank(), joined_ranks()
     names = [one.name for one in fields(_Ranks)]
     several = decode(_Ranks, {name: saved[name] for name in names if name in saved})
     first: Mapping[str, object] = {name: value for name, value in saved.items() if name not in names}
@@ -112,12 +107,6 @@ def _received(store: Store, number: int, rank: int) -> dict[str, object]:
     packed = store.get(key)
     store.delete_key(key)
     return _unpacked(packed)
-
-
-def _store() -> Store:
-    from flatout.torch_private.ranks import default_store
-
-    return default_store()
 
 
 def _packed(states: Mapping[str, object]) -> bytes:

@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -35,8 +35,8 @@ class _Loading:
     """One object's state, compared and ready to be loaded."""
 
     path: str
-    load: Callable[[], None]
-    before: Callable[[], Callable[[], None]]
+    load: Callable[[], object]
+    before: Callable[[], Callable[[], object]]
     """Remembers how the object is now, and returns a function that restores that."""
 
 
@@ -93,9 +93,14 @@ def restore(
 
 
 def _state_in(source: object) -> Mapping[str, object]:
-    """The state itself. UsageError for anything that has none, and for an empty folder."""
+    """The state itself; of a folder, that of the newest whole checkpoint in it, or of the one that it is. UsageError
+    for anything that has none, and for an empty folder."""
     if isinstance(source, str | os.PathLike):
-        source = newest_in(as_path(source, "source"))
+        folder = as_path(source, "source")
+        checkpoints = Checkpoints(folder)
+        source = open_checkpoint(folder) if (folder / manifest.NAME).exists() else checkpoints.load()
+        if source is None:
+            raise UsageError(f"there is no checkpoint in {folder}", remedy="name the folder that Checkpoints was given")
     if isinstance(source, Checkpoint):
         return source.load()
     if isinstance(source, Loaded):
@@ -105,17 +110,6 @@ def _state_in(source: object) -> Mapping[str, object]:
         remedy = "None means that nothing was saved: train from the start" if source is None else ""
         raise wrong("source", source, limit, remedy)
     return source
-
-
-def newest_in(folder: Path) -> Loaded | Checkpoint:
-    """The newest whole checkpoint in a folder, or the checkpoint that the folder is. UsageError where there is none."""
-    checkpoints = Checkpoints(folder)
-    if (folder / manifest.NAME).exists():
-        return open_checkpoint(folder)
-    loaded = checkpoints.load()
-    if loaded is None:
-        raise UsageError(f"there is no checkpoint in {folder}", remedy="name the folder that Checkpoints was given")
-    return loaded
 
 
 def _refuse(found: Findings) -> None:
@@ -175,19 +169,20 @@ def _compare(path: str, live: object, saved: object, found: Findings, strict: bo
         raise wrong(path, live, "it has state_dict() and load_state_dict()")
     if isinstance(live, torch.nn.Module):
         return _compare_model(path, live, saved, found)
+    load, state_dict = live.load_state_dict, live.state_dict
     if isinstance(live, torch.optim.Optimizer):
         optimizer, whole = live, check_optimizer(path, live, saved, found)
         return _Loading(
             path=path,
             load=lambda: load_optimizer(optimizer, whole, exact_dtypes=strict),
-            before=lambda: _reload(live, live.state_dict()),  # loading replaces its tensors: the old ones are intact
+            before=lambda: partial(load, state_dict()),  # loading replaces its tensors: the old ones are intact
         )
     if isinstance(live, torch.optim.lr_scheduler.LRScheduler):
         _compare_scheduler(path, live, saved, found)
     return _Loading(
         path=path,
-        load=lambda: _load(live, copy.deepcopy(saved)),
-        before=lambda: _reload(live, copy.deepcopy(live.state_dict())),
+        load=lambda: load(copy.deepcopy(saved)),
+        before=lambda: partial(load, copy.deepcopy(state_dict())),
     )
 
 
@@ -199,14 +194,6 @@ def _compare_scheduler(path: str, live: Stateful, saved: object, found: Findings
         kind = type(live).__name__
         found.missing += [f"{path}: {name} of {kind}" for name in sorted(own - there)]
         found.unexpected += [f"{path}: {name}, which {kind} has not" for name in sorted(there - own)]
-
-
-def _load(live: Stateful, state: object) -> None:
-    live.load_state_dict(state)
-
-
-def _reload(live: Stateful, before: object) -> Callable[[], None]:
-    return lambda: _load(live, before)
 
 
 def _generators(saved: object, loadings: list[_Loading]) -> str | None:

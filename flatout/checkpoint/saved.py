@@ -24,7 +24,7 @@ from flatout import __version__
 from flatout.checkpoint import manifest
 from flatout.checkpoint.disk import hashed_file, sha256_of
 from flatout.checkpoint.manifest import SCHEMA, WITHOUT_PARTS, Manifest, StoredFile, damaged, read_manifest
-from flatout.checkpoint.parts import OFFSETS, PREFIX, Part, offsets_text
+from flatout.checkpoint.parts import OFFSETS, PREFIX, Part
 from flatout.checkpoint.storages import Slot
 from flatout.checkpoint.structure import join
 from flatout.checkpoint.tensor_file import read_tensors, write_tensors
@@ -63,9 +63,7 @@ class Checkpoint:
             tensors: dict[Slot, torch.Tensor] = {}
             paths = sorted(self.folder / name for name in self.files if name.endswith(TENSORS))
             parts = [path for path in paths if path.name.startswith(PREFIX)]
-            for path in paths:
-                if path in parts:
-                    continue
+            for path in (one for one in paths if one not in parts):
                 tensors |= {(path.stem, name): tensor for name, tensor in read_tensors(path).items()}
             path = self.folder / STRUCTURE
             return join(json.loads(path.read_bytes()), tensors, parts)
@@ -111,8 +109,9 @@ def write_parts(folder: Path, rank: int, parts: Mapping[str, Part]) -> tuple[str
     """Write one rank's parts into the unfinished folder of a checkpoint, flushed to the disk. Raises OSError."""
     name = f"{PREFIX}{rank:05d}{TENSORS}"
     parts = {key: part for key, part in parts.items() if part.first_copy}
+    offsets = json.dumps({key: list(part.offset) for key, part in parts.items()}, separators=(",", ":"))
     with hashed_file(folder / name) as file:
-        write_tensors(file, {key: part.local for key, part in parts.items()}, **{OFFSETS: offsets_text(parts)})
+        write_tensors(file, {key: part.local for key, part in parts.items()}, **{OFFSETS: offsets})
     return name, StoredFile(size_bytes=file.size_bytes, sha256=file.sha256)
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.checkpoint.manifest import StoredFile
-from flatout.checkpoint.rank_generators import WAIT_SECONDS, rank_and_ranks
+from flatout.checkpoint.rank_generators import WAIT_SECONDS
 from flatout.errors import MachineError, describe_error
+from flatout.machine.ranks import joined_rank, joined_ranks
 from flatout.torch_private.ranks import default_store
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SharedSave:
     """One save, on one of its ranks. Made by all ranks in the same order."""
 
     def __init__(self) -> None:
-        self.rank, self.ranks = rank_and_ranks()
+        self.rank, self.ranks = joined_rank(), joined_ranks()
         self._store: Store = default_store()
         number = self._store.add(f"flatout/saves/{self.rank}", 1)
         self._key = f"flatout/saves/{number}"

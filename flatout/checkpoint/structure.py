@@ -85,11 +85,6 @@ def _spread_in(node: object) -> Iterator[tuple[str, tuple[list[int], str]]]:
         yield from _spread_in(one)
 
 
-def spell(path: Path) -> str:
-    """A place in a state as Python would address it: state['optimizer']['state'][0]."""
-    return "state" + "".join(f"[{key!r}]" for key in path)
-
-
 class _Encoder:
     def __init__(self) -> None:
         self.found: list[Found] = []
@@ -238,7 +233,7 @@ def _check_numpy(dtype: np.dtype[np.generic], path: Path) -> None:
 
 def _refusal(path: Path, what: str) -> UsageError:
     return UsageError(
-        f"{spell(path)} {what}",
+        f"state{''.join(f'[{key!r}]' for key in path)} {what}",  # as Python would address it
         limit="a checkpoint holds numbers, texts, bytes, tensors, arrays, and dicts, lists, tuples and sets of them",
         remedy="leave it out, or store what it is made of",
     )

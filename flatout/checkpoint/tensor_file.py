@@ -31,9 +31,8 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor], **about
 
 
 def _header(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {
-        "__metadata__": {"format": "pt", **about}
-    }  # without it, transformers refuses the file
+    # without "format", transformers refuses the file
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.cli.places import check_place
-from flatout.cli.progress_line import progress_line
-from flatout.cli.trial_options import DeviceOption
+from flatout.cli.shared_options import DeviceOption, check_place
+from flatout.cli.streams import progress_line
+from flatout.errors import UsageError
+from flatout.report.document import document, read_document, to_text, write_document
 from flatout.terminal import printable
 
 if TYPE_CHECKING:
@@ -59,22 +60,9 @@ def bench(
     every figure that popular guides on PyTorch state, and whether it holds here. Ctrl-C ends it early, with what was
     measured until then. Exit code: 0; 1 if nothing could be measured; 2 a name or a file cannot be used.
     """
-    from flatout.errors import UsageError
-    from flatout.report.document import to_text, write_document
-
     kind, files = _kind(what or [])
-    _check_options(
-        kind,
-        {
-            "--only": only,
-            "--quick": quick,
-            "--rounds": rounds,
-            "--budget": budget,
-            "--device": device,
-            "--out": out,
-            "--json": json,
-        },
-    )
+    given = {"--only": only, "--quick": quick, "--rounds": rounds, "--budget": budget, "--device": device}
+    _check_options(kind, {**given, "--out": out, "--json": json})
     if kind == "show":
         return _show(files)
     if files:
@@ -95,8 +83,6 @@ def bench(
 
 def _check_options(kind: str, given: dict[str, object]) -> None:
     """UsageError, before minutes of work, for one that would be ignored, and for a file that cannot be written."""
-    from flatout.errors import UsageError
-
     asked = [name for name, value in given.items() if value not in (None, False)]
     if kind == "show" and asked:
         raise UsageError(f"{asked[0]} with show", limit="it prints saved results", remedy=f"leave {asked[0]} out")
@@ -108,8 +94,6 @@ def _check_options(kind: str, given: dict[str, object]) -> None:
 
 def _kind(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """(what is wanted, the files after it)"""
-    from flatout.errors import UsageError
-
     if not words:
         return "table", ()
     if words[0] not in KINDS:
@@ -147,8 +131,6 @@ def _claims_named(only: str | None) -> list[Claim]:
 
 def _matching(only: str, every: Sequence[str]) -> list[str]:
     """Of `every`, in its order, those that begin with one of the names."""
-    from flatout.errors import UsageError
-
     names = [name.strip() for name in only.split(",") if name.strip()]
     wrong = [name for name in names if not any(one.startswith(name) for one in every)]
     if wrong or not names:
@@ -161,9 +143,7 @@ def _table(
 ) -> tuple[dict[str, object], str, bool]:
     """(document, text, whether there is any row)"""
     from flatout.bench.table import Effort, measure_table
-    from flatout.private_details import without_private
     from flatout.report.bench_text import bench_text
-    from flatout.report.document import document
     from flatout.units import parse_positive_seconds
 
     usual = QUICK_TUNE_SECONDS if setup.quick else TUNE_SECONDS
@@ -173,29 +153,25 @@ def _table(
         most_seconds=QUICK_MOST_SECONDS if setup.quick else float("inf"),
     )
     found = measure_table(workloads, setup, effort, progress)
-    saved = document("bench", without_private(found.to_json()))
+    saved = document("bench", found.to_json(), include_private=False)
     return saved, bench_text(found), any(one.rows for one in found.workloads)
 
 
 def _claims(claims: Sequence[Claim], setup: Setup, progress: Progress) -> tuple[dict[str, object], str, bool]:
     """(document, text, whether any claim was measured)"""
     from flatout.bench.claims import measure_claims
-    from flatout.private_details import without_private
     from flatout.report.bench_text import claims_text
-    from flatout.report.document import document
 
     seconds = QUICK_CASE_SECONDS if setup.quick else CASE_SECONDS
     found = measure_claims(claims, setup, seconds, progress)
-    saved = document("bench-claims", without_private(found.to_json()))
+    saved = document("bench-claims", found.to_json(), include_private=False)
     return saved, claims_text(found), any(one.cases for one in found.claims)
 
 
 def _show(files: Sequence[str]) -> int:
     from flatout.bench.claim import ClaimsResult
     from flatout.bench.results import BenchResult
-    from flatout.errors import UsageError
     from flatout.report.bench_text import bench_text, claims_text
-    from flatout.report.document import read_document
 
     for file in files:
         doc = read_document(Path(file))

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.progress_line import progress_line
-from flatout.cli.trial_options import DeviceOption
-from flatout.cli.users_output import stdout_to_stderr
+from flatout.cli.shared_options import DeviceOption
+from flatout.cli.streams import progress_line, stdout_to_stderr
+from flatout.errors import UsageError
+from flatout.report.document import document, to_text
 
 InstallOption = Annotated[
     str | None,
@@ -46,21 +47,21 @@ def check(
     is not run. Exit code: 0 fine, 1 unusable, 2 something should be fixed, or the model cannot be built.
     """
     from flatout.application.check import check as check_here
-    from flatout.errors import UsageError
     from flatout.machine.visible_devices import show_only
-    from flatout.private_details import without_private
-    from flatout.report.document import document, to_text
 
     if quick and not measure:
         raise UsageError("--quick applies only to --measure", remedy="pass --measure too")
     if torch is not None and install is None:
         raise UsageError("--torch applies only to --install", remedy="pass --install pip or --install conda too")
-    if model is not None and (measure or forget_tunes or install is not None):
-        options = {"--measure": measure, "--forget-tunes": forget_tunes, "--install": install is not None}
-        given = next(name for name, used in options.items() if used)
+    of_machine = {"--measure": measure, "--forget-tunes": forget_tunes, "--install": install is not None}
+    given = next((name for name, used in of_machine.items() if used), None)
+    if model is not None and given is not None:
         raise UsageError(f"{given} applies only to the machine", remedy=f"leave out {model}")
     if forget_tunes:
-        _forget_tunes()
+        from flatout.tuning.history import forget_tunes as forget
+
+        gone = forget()
+        print("no earlier tunes were kept" if gone is None else f"deleted {gone}", file=sys.stderr)
     show_only(device)
     if model is not None:
         return _check_model(model, json=json)
@@ -70,13 +71,12 @@ def check(
         found = check_here(measure=measure, quick=quick, progress=lambda what: progress(f"measuring {what}"))
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(to_text(document("check", without_private(found.to_json()))) if json else found.summary())
+    print(to_text(document("check", found.to_json(), include_private=False)) if json else found.summary())
     return found.exit_code
 
 
 def _check_model(model: str, *, json: bool) -> int:
     from flatout.application.check_model import check_model
-    from flatout.report.document import to_text
     from flatout.report.model_text import model_document, model_text
 
     with stdout_to_stderr():  # what the model's own code prints is not our document
@@ -86,18 +86,10 @@ def _check_model(model: str, *, json: bool) -> int:
     return found.exit_code
 
 
-def _forget_tunes() -> None:
-    from flatout.tuning.history import forget_tunes
-
-    gone = forget_tunes()
-    print("no earlier tunes were kept" if gone is None else f"deleted {gone}", file=sys.stderr)
-
-
 def _print_install_lines(installer: str, torch: str | None, *, json: bool) -> int:
     """On stdout the commands alone, as comments what they are for. Exit code: 0, or 1 where they are unknown."""
     from flatout.machine.detect import detect
     from flatout.machine.torch_builds import install_advice
-    from flatout.report.document import document, to_text
     from flatout.report.machine_text import install_text
 
     advice = install_advice(detect(), installer, torch)

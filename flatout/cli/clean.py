@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.errors import UsageError
 from flatout.terminal import is_terminal
+from flatout.units import format_bytes
+
+if TYPE_CHECKING:
+    from flatout.script.leftovers import Cleaned, Leftover
 
 
 def clean(
@@ -19,8 +25,6 @@ def clean(
 
     Plans and reports stay. Exit code: 0 fine, 1 something could not be removed.
     """
-    from flatout.errors import UsageError
-    from flatout.report.clean_text import cleaned_text, leftovers_text
     from flatout.report.document import document, to_text
     from flatout.script.leftovers import Cleaned, find_leftovers, remove_leftovers
 
@@ -31,7 +35,7 @@ def clean(
             "clean asks for confirmation, and there is no terminal to ask on", remedy="pass --yes, or --dry-run to look"
         )
     if not json:
-        print(leftovers_text(found))
+        print(_found_text(found))
     if dry_run or (asks and not typer.confirm("Remove all of it?")):
         cleaned = Cleaned(removed=())
     else:
@@ -39,5 +43,19 @@ def clean(
     if json:
         print(to_text(document("clean", {"found": [one.to_json() for one in found], **cleaned.to_json()})))
     elif cleaned.removed or cleaned.failed:
-        print(cleaned_text(cleaned))
+        print(_cleaned_text(cleaned))
     return 1 if cleaned.failed else 0
+
+
+def _found_text(found: Sequence[Leftover]) -> str:
+    """A line for each, and their sum."""
+    if not found:
+        return "nothing to remove"
+    lines = [f"{format_bytes(one.size_bytes):>9}  {one.path}  {one.what}" for one in found]
+    return "\n".join([*lines, f"{format_bytes(sum(one.size_bytes for one in found)):>9}  in all"])
+
+
+def _cleaned_text(cleaned: Cleaned) -> str:
+    """What is gone, and a line for each that is not."""
+    gone = f"removed {format_bytes(sum(one.size_bytes for one in cleaned.removed))}"
+    return "\n".join([gone, *(f"not removed: {one.path}: {why}" for one, why in cleaned.failed)])

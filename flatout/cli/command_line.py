@@ -76,6 +76,31 @@ def refuse_others(option: str, options: Mapping[str, str], together: Sequence[st
         raise UsageError(f"{stray[0]} with {option}", limit=f"{option} only checks", remedy=f"leave {stray[0]} out")
 
 
+def refuse_alone(given: Mapping[str, object]) -> None:
+    """UsageError for an option that means something with --devices alone. given: option -> its value."""
+    if stray := [option for option, value in given.items() if value]:
+        raise UsageError(f"{stray[0]} without --devices", limit="it is for several devices", remedy="add --devices 2")
+
+
+def refuse_guard(isolation: str, option: str) -> None:
+    """option: by which a trial has several processes."""
+    if isolation == "guard":
+        raise UsageError(
+            f"--isolation guard with {option}",
+            limit="the processes of such a trial need a private copy of the files that they write",
+            remedy="use --isolation auto",
+        )
+
+
+def on_cpu(device: str | None) -> bool:
+    """Do ranks train on the CPU? UsageError for a single GPU: each rank has one of its own."""
+    if device not in (None, "cpu"):
+        raise UsageError(
+            f"--device {device} with --devices", limit="each rank has a GPU of its own", remedy="leave --device out"
+        )
+    return device == "cpu"
+
+
 def asks_for_help(arguments: Sequence[str], options: Sequence[Option]) -> bool:
     """True where --help is ours: before the script, and no option's value."""
     own, _ = split_target(arguments, _valued(options))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flatout.errors import MachinesDiffer, UsageError
+
 if TYPE_CHECKING:
     from flatout.report.document import Document
     from flatout.report.gate import Gate, OnUndecided
@@ -44,7 +46,6 @@ def compare(
     from run to run. Exit code: 0 compared, or not slower; 2 the files or options cannot be used; 5 the machines differ;
     with --fail-if also 3 slower, 4 undecided, as where the runs are of different scripts.
     """
-    from flatout.errors import MachinesDiffer, UsageError
     from flatout.report.compare import compare_sides, comparison_text
     from flatout.report.document import document, to_text
     from flatout.report.gate import gate_text, judge
@@ -78,7 +79,6 @@ def _documents(side: str) -> list[Document]:
     import glob
     import os
 
-    from flatout.errors import UsageError
     from flatout.report.document import read_document
 
     path = Path(side)
@@ -107,17 +107,13 @@ def _publish(
     github: bool,
 ) -> None:
     """Where CI reads it."""
-    from flatout.errors import UsageError
     from flatout.report.compare import script_name
     from flatout.report.gate import github_annotation, junit_xml
-    from flatout.whole_files import written_whole
+    from flatout.whole_files import errors_named, written_whole
 
     name = script_name(candidate[-1])
     if junit is not None:
-        try:
-            with written_whole(junit) as temporary:
-                temporary.write_text(junit_xml(name, threshold, gate, failure, on_undecided), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {junit}: {error.strerror}", remedy="name another location") from error
+        with errors_named(junit, "name another location"), written_whole(junit) as temporary:
+            temporary.write_text(junit_xml(name, threshold, gate, failure, on_undecided), encoding="utf-8")
     if github:
         print(github_annotation(name, gate, failure, on_undecided))

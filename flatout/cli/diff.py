@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.trial_options import TargetArgument
+from flatout.cli.shared_options import TargetArgument, check_no_input
+from flatout.whole_files import errors_named, written_whole
 
 
 def diff(
@@ -34,7 +35,6 @@ def diff(
     """
     from flatout.application.applied_plan import PLAN_NAME
     from flatout.application.source_patch import REPORT_NAME, patch_of
-    from flatout.cli.places import check_no_input
     from flatout.report.document import to_text
     from flatout.report.source_patch_text import patch_bytes, patch_document
     from flatout.script.entry import Target
@@ -47,7 +47,8 @@ def diff(
         place = plan or Path(PLAN_NAME)
         read = [place, report or place.parent / REPORT_NAME, *(file.path for file in own_files(script))]
         check_no_input(out, read, "the patch")
-        _write(out, written)
+        with errors_named(out, "name a file in a folder that you may write"), written_whole(out) as temporary:
+            temporary.write_bytes(written)
     if json:
         print(to_text(patch_document(found, script.command)))
     elif out is None or not found.files:
@@ -56,18 +57,6 @@ def diff(
     else:
         print(f"saved {out}      next: patch -p1 < {shlex.quote(str(out))}")
     return 0 if found.files else 1
-
-
-def _write(path: Path, content: bytes) -> None:
-    from flatout.errors import UsageError
-    from flatout.whole_files import written_whole
-
-    try:
-        with written_whole(path) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        remedy = "name a file in a folder that you may write"
-        raise UsageError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error
 
 
 def _print(content: bytes) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flatout.cli.users_output import stdout_to_stderr
+from flatout.cli.streams import stdout_to_stderr
+from flatout.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +71,6 @@ def export(
 
 
 def _model_and_inputs(model: str, specs: list[str]) -> tuple[nn.Module, object]:
-    from flatout.errors import UsageError
     from flatout.infer.exporting.input_specs import FORM, example_inputs
     from flatout.infer.model_source import load_model
 
@@ -87,8 +87,6 @@ def _name(model: str) -> str:
 
 
 def _folder(out: Path) -> Path:
-    from flatout.errors import UsageError
-
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from flatout.cli.places import check_place
-from flatout.cli.plan_option import plan_with
+from flatout.cli.shared_options import check_place, plan_with
+from flatout.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +40,7 @@ DraftOption = Annotated[
     typer.Option(metavar="MODEL", help="Speculate with this smaller model; the distribution stays the same."),
 ]
 StopOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="Stop at this text (or ids, as '12,7'); repeat for more."),
+    list[str] | None, typer.Option(metavar="TEXT", help="Stop at this text (or ids, as '12,7'); repeat for more.")
 ]
 
 MostTokens = Annotated[
@@ -125,12 +124,7 @@ def generate(
 
 
 def _made(
-    generator: TokenGenerator,
-    given: list[object],
-    max_new_tokens: int | None,
-    settings: dict[str, Any],
-    *,
-    shown: bool,
+    generator: TokenGenerator, given: list[object], max_new_tokens: int | None, settings: dict[str, Any], *, shown: bool
 ) -> Generation:
     """The texts; one alone is shown as it comes, several when all are there, with a bar meanwhile."""
     from flatout.infer.progress_bar import progress_bar
@@ -155,7 +149,6 @@ def _made(
 
 def _write(out: Path, made: Generation, *, printed: bool) -> None:
     """Where it cannot be written, the texts that were made are printed."""
-    from flatout.errors import UsageError
     from flatout.report.inference_text import generation_text, write_lines
 
     try:
@@ -188,7 +181,6 @@ def _model(spec: str, tokenizer: str | None, device: str | None) -> tuple[nn.Mod
 def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> list[object]:
     import json
 
-    from flatout.errors import UsageError
     from flatout.infer.input_files import ARRAYS, open_inputs
     from flatout.plan_document import short
 
@@ -225,8 +217,6 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
 
 
 def _prompt_in(line: dict[str, object], where: str) -> object:
-    from flatout.errors import UsageError
-
     for name in _PROMPT_KEYS:
         if name in line:
             return line[name]
@@ -236,8 +226,6 @@ def _prompt_in(line: dict[str, object], where: str) -> object:
 
 def _text_or_ids(text: str, has_tokenizer: bool) -> str | list[int]:
     """Ids only where there is no tokenizer: a text may well be '12,7'."""
-    from flatout.errors import UsageError
-
     if has_tokenizer:
         return text
     try:

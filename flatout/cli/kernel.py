@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from flatout.cli.progress_line import progress_line
-from flatout.cli.trial_options import DeviceOption
+from flatout.cli.shared_options import DeviceOption
+from flatout.cli.streams import progress_line
 
 
 def kernel(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flatout.errors import UsageError
+
 if TYPE_CHECKING:
     from flatout.parallel.launch_request import Launch
     from flatout.parallel.launching.rank_count import RankCount
@@ -80,6 +82,7 @@ def launch(
     from flatout.parallel.launch_request import Launch
     from flatout.parallel.launching.launch import launch as run_job
     from flatout.parallel.launching.rank_count import AUTO, count_ranks
+    from flatout.parallel.manifests import manifest as manifest_text
     from flatout.report import launch_text
     from flatout.units import parse_seconds
 
@@ -104,7 +107,8 @@ def launch(
         plan=plan if manifest is not None else _plan_file(plan),
     )
     if manifest is not None:
-        return _print_manifest(manifest, request, tuple(target or ()))
+        sys.stdout.write(manifest_text(manifest, request, tuple(target or ())))
+        return 0
     if nproc_per_node == AUTO and not counted.gpus and not quiet:
         launch_text.tell_count(counted)
     if check:
@@ -114,7 +118,6 @@ def launch(
 
 def _script(target: list[str] | None, *, check: bool, manifest: Kind | None, json: bool) -> Target | None:
     """The script that ranks run; None where they only measure. UsageError for options that contradict each other."""
-    from flatout.errors import UsageError
     from flatout.script.entry import Target
 
     if json and not check:
@@ -131,16 +134,8 @@ def _script(target: list[str] | None, *, check: bool, manifest: Kind | None, jso
     return script
 
 
-def _print_manifest(kind: Kind, request: Launch, command: tuple[str, ...]) -> int:
-    from flatout.parallel.manifests import manifest
-
-    sys.stdout.write(manifest(kind, request, command))
-    return 0
-
-
 def _counted_for_others(asked: str) -> RankCount:
     """Of machines that are not this one."""
-    from flatout.errors import UsageError
     from flatout.parallel.launching.rank_count import RankCount, ranks_asked
 
     ranks = ranks_asked(asked)
@@ -166,7 +161,6 @@ def _check(request: Launch, *, json: bool) -> int:
 
 def _plan_file(named: Path | None) -> Path | None:
     from flatout.application.applied_plan import PLAN_NAME
-    from flatout.errors import UsageError
 
     if named is not None and not named.is_file():
         raise UsageError(f"no such plan: {named}", remedy="leave --plan out where the script has none")
@@ -176,7 +170,6 @@ def _plan_file(named: Path | None) -> Path | None:
 
 def _host_and_port(text: str) -> tuple[str, int]:
     """'node0:29500', '10.0.0.1:29500' or '[2001:db8::1]:29500'."""
-    from flatout.errors import UsageError
     from flatout.parallel.launching.rank_count import MOST_DIGITS
     from flatout.plan_document import short
 

@@ -6,12 +6,10 @@ Importing this imports every verb's module, so those import their rooms (and tor
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
-import importlib.util
+import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +19,9 @@ from typer.core import TyperArgument, TyperCommand
 
 from flatout import __version__, environment
 from flatout.cli.command_line import Option, asks_for_help, split_target
-from flatout.cli.trial_options import TargetArgument
+from flatout.cli.shared_options import TargetArgument
 from flatout.errors import UsageError
+from flatout.terminal import discard
 
 if TYPE_CHECKING:
     from typer._click.core import Context
@@ -172,10 +171,7 @@ def _drop_output() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        with contextlib.suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+        discard(sys.stdout)
 
 
 def _run_verb(arguments: Sequence[str]) -> int:
@@ -198,26 +194,19 @@ def _run_verb(arguments: Sequence[str]) -> int:
 
 
 def application() -> typer.Typer:
-    """The verbs as typer sees them."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(help="Make PyTorch scripts faster on this machine, with proof that the numbers are still right.")(
         _options
     )
     for name, kind in VERBS.items():
         function = name.replace("-", "_")
-        if importlib.util.find_spec(f"flatout.cli.{function}") is not None:
-            verb = (
-                _with_run_options(run)
-                if name == "run"
-                else getattr(importlib.import_module(f"flatout.cli.{function}"), function)
-            )
-            app.command(name, cls=kind, epilog=EXAMPLES[name])(verb)
+        module = importlib.import_module(f"flatout.cli.{function}")
+        verb = _with_run_options(run) if name == "run" else getattr(module, function)
+        app.command(name, cls=kind, epilog=EXAMPLES[name])(verb)
     return app
 
 
-def run(
-    target: TargetArgument,
-) -> int:
+def run(target: TargetArgument) -> int:
     """Run a script with its plan (flatout.toml); without one, run it as it is and only watch.
 
     On a terminal, status lines are shown while it runs and a summary at its end. Where its output goes to a file or a
@@ -241,8 +230,7 @@ def _with_run_options(verb: Callable[..., int]) -> Callable[..., int]:
             inspect.Parameter.KEYWORD_ONLY,
             default=None if one.value else False,
             annotation=Annotated[
-                str | None if one.value else bool,
-                typer.Option(one.name, metavar=one.value or None, help=one.meaning),
+                str | None if one.value else bool, typer.Option(one.name, metavar=one.value or None, help=one.meaning)
             ],
         )
         for one in _run_options()

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.cli.ended_by_signal import signals_as_exits
-from flatout.cli.progress_line import progress_line
-from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import (
+from flatout.cli.shared_options import (
     AllowNetworkOption,
     DeviceOption,
     IncludePrivateOption,
     IsolationOption,
+    PatienceOption,
     TargetArgument,
 )
+from flatout.cli.streams import progress_line, stdin_copy
+from flatout.errors import UsageError
+from flatout.report.document import document, to_text
+from flatout.signals import signals_as_exits
 
 if TYPE_CHECKING:
     from flatout.sizing.script_curve import CurveRequest
@@ -31,14 +33,10 @@ def memory(
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Steps to watch, after 2 of warm-up; default: 8.")
     ] = None,
-    patience: Annotated[
-        str,
-        typer.Option(metavar="TIME", help="End a script that has not taken its steps by then."),
-    ] = "30m",
+    patience: PatienceOption = "30m",
     device: DeviceOption = None,
     batch_curve: Annotated[
-        bool,
-        typer.Option("--batch-curve", help="Instead: speed and peak memory by batch size, and the knee."),
+        bool, typer.Option("--batch-curve", help="Instead: speed and peak memory by batch size, and the knee.")
     ] = False,
     budget: Annotated[
         str | None, typer.Option(metavar="TIME", help="Time for --batch-curve: 5m, 300s; default: 60s.")
@@ -57,7 +55,6 @@ def memory(
     """
     from flatout.arguments import as_seconds
     from flatout.machine.visible_devices import show_only
-    from flatout.report.document import to_text
     from flatout.report.memory_text import memory_document, memory_text
     from flatout.script.entry import Target
     from flatout.script.memory_trial import MemoryRequest, watch_memory
@@ -87,14 +84,12 @@ def memory(
         watched = watch_memory(request)
     sys.stderr.write(watched.errors)
     if not watched.status or watched.memory.steps:  # a script that fails at once has shown why: there is nothing to add
-        document = memory_document(watched, include_private=include_private)
-        print(to_text(document) if json else memory_text(watched))
+        saved = memory_document(watched, include_private=include_private)
+        print(to_text(saved) if json else memory_text(watched))
     return watched.status or 0
 
 
 def _check_options(steps: int | None, batch_curve: bool, budget: str | None) -> None:
-    from flatout.errors import UsageError
-
     if steps is not None and steps < 1:
         raise UsageError(f"--steps is {steps}", limit="it is at least 1")
     if steps is not None and batch_curve:
@@ -104,13 +99,11 @@ def _check_options(steps: int | None, batch_curve: bool, budget: str | None) -> 
 
 
 def _batch_curve(request: CurveRequest, json: bool, include_private: bool) -> int:
-    from flatout.private_details import without_private
-    from flatout.report.document import document, to_text
     from flatout.sizing.script_curve import script_batch_curve
 
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         curve = script_batch_curve(replace(request, stdin_file=stdin_file), progress)
     script = request.target
     payload = {"script": {"name": script.name, "arguments": list(script.arguments)}, **curve.to_json()}
-    print(to_text(document("batch-curve", payload if include_private else without_private(payload))) if json else curve)
+    print(to_text(document("batch-curve", payload, include_private=include_private)) if json else curve)
     return 0

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flatout.cli.plan_option import plan_with
+from flatout.cli.shared_options import plan_with
+from flatout.cli.streams import stdout_to_stderr
 
 if TYPE_CHECKING:
     from flatout.infer.input_files import Encode
-    from flatout.plan import Plan
 
 FAILURES_SHOWN = 5
-
-
-class MadeWith(TypedDict):
-    """Arguments of a Predictor."""
-
-    batch_size: int | None
-    device: str | None
-    check_finite: bool
 
 
 def predict(
@@ -55,40 +46,22 @@ def predict(
     Exit code: 0 all inputs have a result, 1 some could not be used (the others have theirs), 2 model, inputs or plan
     cannot be used.
     """
-    options = {"precision": precision, "weights": weights, "activations": activations}
-    chosen = plan_with(plan, **options, batching=batching, batch_tokens=batch_tokens)
-    made: MadeWith = {"batch_size": batch_size, "device": device, "check_finite": check_finite}
-    return _run(model, inputs, out, chosen, made, tokenizer=tokenizer, keep=keep, restart=restart, as_json=json)
-
-
-def _run(
-    model: str,
-    inputs: Path,
-    out: Path,
-    plan: Plan,
-    made: MadeWith,
-    *,
-    tokenizer: str | None,
-    keep: str,
-    restart: bool,
-    as_json: bool,
-) -> int:
     from flatout.infer.input_files import open_inputs
     from flatout.infer.model_source import load_model
     from flatout.infer.prediction.predict import Predictor
     from flatout.infer.prediction.predicted import Failed
-    from flatout.infer.prediction.result_files import open_results
-    from flatout.infer.prediction.run_identity import run_identity
+    from flatout.infer.prediction.result_files import open_results, run_identity
     from flatout.report.document import to_text
     from flatout.report.inference_text import predict_document, predict_text
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document
+    options = {"precision": precision, "weights": weights, "activations": activations}
+    chosen = plan_with(plan, **options, batching=batching, batch_tokens=batch_tokens)
+    with stdout_to_stderr():  # what the model's own code prints is not our document
         source = open_inputs(inputs, _encode(model, tokenizer))
         module, _ = load_model(model)
-        of = run_identity(
-            model, module, inputs, plan, tokenizer=tokenizer, keep=keep, check_finite=made["check_finite"]
-        )
-        predictor = Predictor(module, plan, **made)  # may prepare the weights in place
+        of = run_identity(model, module, inputs, chosen, tokenizer=tokenizer, keep=keep, check_finite=check_finite)
+        # It may prepare the weights in place.
+        predictor = Predictor(module, chosen, batch_size=batch_size, device=device, check_finite=check_finite)
         results = open_results(
             out, of, restart=restart, keep=keep, warn=lambda text: print(f"warning: {text}", file=sys.stderr)
         )
@@ -105,7 +78,7 @@ def _run(
     for failure in failures:
         print(failure, file=sys.stderr)
     figures, place, failed = predictions.figures, str(out), results.failed
-    if as_json:
+    if json:
         print(to_text(predict_document(figures, first=failures, out=place, done_before=before, failed=failed)))
     else:
         print(predict_text(figures, out=place, done_before=before, failed=failed))

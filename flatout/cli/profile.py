@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flatout.cli.ended_by_signal import signals_as_exits
-from flatout.cli.progress_line import progress_line
-from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import (
+from flatout.cli.command_line import on_cpu, refuse_alone, refuse_guard
+from flatout.cli.shared_options import (
     AllowNetworkOption,
     DeviceOption,
     IncludePrivateOption,
     IsolationOption,
+    PatienceOption,
     TargetArgument,
 )
+from flatout.cli.streams import progress_line, stdin_copy
+from flatout.errors import FlatoutError, MachineError, UsageError
+from flatout.signals import signals_as_exits
 from flatout.terminal import is_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flatout.diagnose.profile_summary import ScriptProfile
-    from flatout.errors import FlatoutError
     from flatout.profiling.profile import GroupBy, SortBy
+    from flatout.report.profile_text import ScriptProfile
     from flatout.script.profile_trial import ProfileRequest, ProfileWatched
+    from flatout.script.replicas.settings import Settings
     from flatout.train.loggers import TensorBoardLog
 
 Batch = Literal["global", "per-device"]
@@ -52,8 +54,7 @@ def profile(
         Sort, typer.Option("--sort", help="The largest of this first, in the table of operators.")
     ] = "time",
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a Chrome trace for ui.perfetto.dev: .json or .json.gz."),
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace for ui.perfetto.dev: .json or .json.gz.")
     ] = None,
     tensorboard: Annotated[
         Path | None,
@@ -62,9 +63,7 @@ def profile(
     operators: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the table of operators: .csv, .json or .txt.")
     ] = None,
-    patience: Annotated[
-        str, typer.Option(metavar="TIME", help="End a script that has not taken its steps by then.")
-    ] = "30m",
+    patience: PatienceOption = "30m",
     device: DeviceOption = None,
     devices: Devices = None,
     batch: Annotated[
@@ -95,6 +94,7 @@ def profile(
     from flatout.report.profile_text import profile_document
     from flatout.script.entry import Target
     from flatout.script.profile_trial import ProfileRequest, watch_profile
+    from flatout.script.replicas.settings import Settings
     from flatout.units import parse_positive_seconds
 
     _check(steps, trace, operators)
@@ -102,8 +102,13 @@ def profile(
     script.check_exists()
     log = _tensorboard_log(tensorboard) if tensorboard is not None else None
     show_only(device)
-    sharing = Sharing(batch=batch, loss=loss, local_batchnorm=allow_local_batchnorm, isolation=isolation)
-    watching = watch_profile if sharing.alone(devices) else _on_devices(str(devices), device, sharing, allow_network)
+    watching: Callable[[ProfileRequest], ProfileWatched] = watch_profile
+    if devices is None:
+        refuse_alone({"--batch": batch, "--loss": loss, "--allow-local-batchnorm": allow_local_batchnorm})
+    else:
+        refuse_guard(isolation, "--devices")
+        sharing = Settings(batch=batch or "global", loss=loss, allow_local_batchnorm=allow_local_batchnorm)
+        watching = _on_devices(devices, sharing, on_cpu=on_cpu(device), allow_network=allow_network)
     with TemporaryDirectory(prefix="flatout-profile-") as folder:
         wants_trace = trace is not None or tensorboard is not None
         with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
@@ -128,7 +133,6 @@ def profile(
 
 def _check(steps: int, trace: Path | None, operators: Path | None) -> None:
     """UsageError before anything runs."""
-    from flatout.errors import UsageError
     from flatout.profiling.exports import check_table, check_trace
 
     if steps < 1:
@@ -139,61 +143,20 @@ def _check(steps: int, trace: Path | None, operators: Path | None) -> None:
         check_table(operators)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """Options that mean something with --devices alone, and one that means nothing there."""
-
-    batch: Batch | None
-    loss: Loss | None
-    local_batchnorm: bool
-    isolation: str
-
-    def alone(self, devices: str | None) -> bool:
-        """Is it one process that is profiled? UsageError for options that contradict that, or --devices."""
-        from flatout.errors import UsageError
-
-        given = {"--batch": self.batch, "--loss": self.loss, "--allow-local-batchnorm": self.local_batchnorm}
-        stray = [name for name, value in given.items() if value]
-        if devices is None and stray:
-            raise UsageError(
-                f"{stray[0]} without --devices", limit="it is for several devices", remedy="add --devices auto"
-            )
-        if devices is not None and self.isolation == "guard":
-            raise UsageError(
-                "--isolation guard with --devices",
-                limit="each rank needs a copy of the files that it writes",
-                remedy="leave --isolation out",
-            )
-        return devices is None
-
-
 def _on_devices(
-    devices: str, device: str | None, sharing: Sharing, allow_network: bool
+    devices: str, sharing: Settings, *, on_cpu: bool, allow_network: bool
 ) -> Callable[[ProfileRequest], ProfileWatched]:
     """How the trial is run. UsageError for devices that are not there."""
-    from flatout.errors import UsageError
     from flatout.script.isolation.namespaces import own_network
     from flatout.script.replicas.profiling import profile_on_devices
-    from flatout.script.replicas.settings import Settings
     from flatout.script.replicas.starting import device_count
 
-    if device not in (None, "cpu"):
-        raise UsageError(
-            f"--device {device} with --devices", limit="each rank has a GPU of its own", remedy="leave --device out"
-        )
-    count, visible = device_count(devices, on_cpu=device == "cpu")
+    count, visible = device_count(devices, on_cpu=on_cpu)
     if count == 1:
         raise UsageError("--devices 1", limit="one device is a plain profile", remedy="leave --devices out")
     if not allow_network:
         own_network()  # of this process, and so of all ranks: they reach each other alone
-    settings = Settings(
-        batch=sharing.batch or "global",
-        loss=sharing.loss,
-        allow_local_batchnorm=sharing.local_batchnorm,
-        visible=visible,
-        profiled=True,
-    )
-    return lambda request: profile_on_devices(request, count, settings)
+    return lambda request: profile_on_devices(request, count, replace(sharing, visible=visible))
 
 
 def _text(found: ScriptProfile, by: GroupBy, sort: SortBy, files: list[tuple[str, Path]]) -> str:
@@ -206,7 +169,6 @@ def _text(found: ScriptProfile, by: GroupBy, sort: SortBy, files: list[tuple[str
 def _tensorboard_log(folder: Path) -> TensorBoardLog:
     from importlib.util import find_spec
 
-    from flatout.errors import MachineError, UsageError
     from flatout.train.loggers import TensorBoardLog
 
     if folder.exists() and not folder.is_dir():
@@ -242,7 +204,6 @@ def _export(
     operators: Path | None,
     log: TensorBoardLog | None,
 ) -> Exported:
-    from flatout.errors import FlatoutError
     from flatout.profiling.exports import write_table, write_tensorboard, write_trace
 
     profile, recorded = found.profile, found.watched.trace

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.shared_options import check_no_input
+
 
 def report(
     files: Annotated[
@@ -26,20 +28,15 @@ def report(
     """
     import webbrowser
 
-    from flatout.cli.places import check_no_input
-    from flatout.errors import UsageError
     from flatout.report.document import document, read_document, to_text
     from flatout.report.html.page import report_html
     from flatout.units import format_bytes
-    from flatout.whole_files import PRIVATE, written_whole
+    from flatout.whole_files import PRIVATE, errors_named, written_whole
 
     page = report_html([(path, read_document(path)) for path in files]).encode()
     check_no_input(out, files, "the page")
-    try:
-        with written_whole(out, mode=PRIVATE) as temporary:
-            temporary.write_bytes(page)
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror}", remedy="name another location with --out") from error
+    with errors_named(out, "name another location with --out"), written_whole(out, mode=PRIVATE) as temporary:
+        temporary.write_bytes(page)
     if json:
         print(to_text(document("report", {"page": str(out), "size_bytes": len(page)})))
     else:

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 from flatout import environment
 from flatout.application.applied_plan import PLAN_NAME, AppliedPlan
 from flatout.cli.command_line import Option, parse_options, refuse_others
-from flatout.cli.ended_by_signal import signals_as_exits
-from flatout.cli.run_devices import chosen_without
-from flatout.environment import visible_cuda_devices
+from flatout.cli.run_devices import check_deterministic, chosen_without, run_on_devices
 from flatout.errors import MachineError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
 from flatout.script.own_modules import own_imports
-from flatout.signals import own_errors_suppressed
-from flatout.terminal import is_terminal
+from flatout.signals import own_errors_suppressed, signals_as_exits
+from flatout.terminal import is_terminal, tell
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from flatout.report.live import Panel
     from flatout.script.process_record import Others, Place, ProcessRecord
     from flatout.script.record_file import RecordFile
-    from flatout.script.replicas.rank import Rank
+    from flatout.script.replicas.replica import Replica
 
 WRITTEN_EVERY_SECONDS = 30.0
 """How often the document is written while the script runs."""
@@ -53,9 +51,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(name="--without", value="CHOICES", meaning="Leave out these choices of the plan: compile,threads."),
     Option(
-        name="--device",
-        value="NAME",
-        meaning="Use only this device: cuda:1 (numbered as by flatout check) or cpu.",
+        name="--device", value="NAME", meaning="Use only this device: cuda:1 (numbered as by flatout check) or cpu."
     ),
     Option(
         name="--devices",
@@ -77,10 +73,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(name="--allow-local-batchnorm", meaning="Let batch norms see the share of each device alone."),
     Option(name="--all-ranks-write", meaning="Let every device's process write the script's files, not one alone."),
-    Option(
-        name="--prove",
-        meaning="Only compare: the first steps on one device and on those of --devices, in trials.",
-    ),
+    Option(name="--prove", meaning="Only compare: the first steps on one device and on those of --devices, in trials."),
     Option(name="--deterministic", meaning="Make the run repeatable bit for bit, or fail at an operation that is not."),
     Option(
         name="--check-deterministic",
@@ -105,7 +98,7 @@ def main(arguments: list[str]) -> int:
     options, command = parse_options(arguments, OPTIONS)
     target = Target.from_command(command)
     target.check_exists()
-    visible = visible_cuda_devices()
+    visible = environment.visible_cuda_devices()
     if "--device" in options:
         from flatout.machine.visible_devices import show_only
 
@@ -116,19 +109,14 @@ def main(arguments: list[str]) -> int:
         refuse_others(
             "--check-deterministic", options, ("--device", "--allow-network", "--no-plan", "--no-report", "--quiet")
         )
-        from flatout.cli.check_deterministic import check_deterministic
-
         return check_deterministic(target, allow_network="--allow-network" in options)
     if "--allow-network" in options and "--prove" not in options:
         raise UsageError(
             "--allow-network without --check-deterministic or --prove", limit="a run has the network in any case"
         )
     rank = _rank()
-    if rank is None:
-        from flatout.cli.run_devices import run_on_devices
-
-        if (status := run_on_devices(target, options)) is not None:
-            return status
+    if rank is None and (status := run_on_devices(target, options)) is not None:
+        return status
     run = Run(target, options, _report_path(options, rank), visible, rank)
     try:
         run.prepare()
@@ -160,7 +148,7 @@ class Run:
         options: dict[str, str],
         report: Path | None,
         visible_before: str | None,
-        rank: Rank | None = None,
+        rank: Replica | None = None,
     ) -> None:
         """rank: this process's place in a run on several devices."""
         from flatout.script.runner import Runner
@@ -186,8 +174,8 @@ class Run:
         """Where processes that the script starts keep their records."""
         self._record: RecordFile | None = None
         """Of this process, where it is one of several ranks."""
-        self._ranks_folder: Path | None = None
-        """Where those keep their records."""
+        self._among: tuple[Path, Place] | None = None
+        """Where those keep their records, and which of them it is."""
 
     @property
     def on_terminal(self) -> bool:
@@ -209,23 +197,24 @@ class Run:
         if self.rank is None:
             self._on_one_device()
         else:
-            plan.for_ranks(self.rank.replica.count, on_cpu=not self.rank.settings.visible)
+            plan.for_ranks(self.rank.count, on_cpu=not self.rank.settings.visible)
         plan.choose(trusted="--trust-plan" in self.options, verifies=self.rank is None)
         if self.rank is not None:
-            self.rank.replica.install()  # before the watch, which sees the gradients of all ranks
+            self.rank.install()  # before the watch, which sees the gradients of all ranks
         self.runner = Runner(plan.choices, plan.machine, proved_for=plan.proved_for)
         self.runner.at_alarm.append(self._write_early)
         self.runner.at_second.append(self._write_now_and_then)
         self.runner.install()
         atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
         self._began, self._times = time.perf_counter(), os.times()
-        self._ranks_folder = _ranks_folder(self.rank)
+        self._among = _among_ranks(self.rank)
         if _first_rank(self.rank):
             self._go_live()
-        if self._ranks_folder is not None and (place := self._place()) is not None:
+        if self._among is not None:
             from flatout.script.record_file import RecordFile
 
-            self._record = RecordFile(self._ranks_folder, f"rank-{place.rank}", self.runner, place)
+            folder, place = self._among
+            self._record = RecordFile(folder, f"rank-{place.rank}", self.runner, place)
         if self.on_terminal:
             self._terminal = os.dup(sys.stderr.fileno())  # the script may close or replace its streams
             self._show = True
@@ -265,7 +254,7 @@ class Run:
         """The script has ended with this status: tell the other ranks. Returns the status of this rank."""
         if self._record is not None:
             self._record.end()  # first: the rank that reports reads it once all ranks have ended
-        return status if self.rank is None else self.rank.replica.end(status)
+        return status if self.rank is None else self.rank.end(status)
 
     def abandon(self) -> None:
         """No line of the script has run: there is nothing to report."""
@@ -287,7 +276,7 @@ class Run:
             self.runner,
             plan=self.applied.plan,
             notes=self.applied.missed,
-            ranks_folder=self._ranks_folder,
+            ranks_folder=None if self._among is None else self._among[0],
         )
         if self.rank is not None and self.live.folder is not None:
             self.rank.tell(RUN_FOLDER, str(self.live.folder))
@@ -336,10 +325,7 @@ class Run:
             return
         from flatout.script.failure import explain_failure
 
-        message = explain_failure(error, choices, self.options, self.target.command)
-        with contextlib.suppress(Exception):  # its stream may be the script's own
-            sys.stderr.write(message + "\n")
-            sys.stderr.flush()
+        tell(explain_failure(error, choices, self.options, self.target.command))
 
     def finish(self) -> None:
         """Close the watch, write the document, show the summary. Never in a forked child, never with a traceback."""
@@ -372,19 +358,15 @@ class Run:
         """What the user must know, on a terminal or not."""
         if self._show:
             self._say(text)
-            return
-        with contextlib.suppress(Exception):  # as above
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+        else:
+            tell(text)
 
     def _tell_of_plan(self) -> None:
         """What of the plan is not applied, a line each, where no terminal shows the summary that says it."""
         if self._show or "--quiet" in self.options or not _first_rank(self.rank):
             return
         lines = [*self.applied.missed, *self._not_applied(), *self._not_in_processes()]
-        with contextlib.suppress(Exception):  # as above
-            sys.stderr.writelines(f"flatout: {line}\n" for line in lines)
-            sys.stderr.flush()
+        tell(*(f"flatout: {line}" for line in lines))
 
     def _others(self, *, ended: bool) -> Others:
         """That trained; read anew each time, because some may still run. ended: the script has, and the last records of
@@ -392,15 +374,15 @@ class Run:
         from flatout.script.process_record import Others
 
         ranks: tuple[ProcessRecord, ...] = ()
-        if self._ranks_folder is not None and (place := self._place()) is not None:
-            from flatout.script.rank_folder import last_records, records_of_others
+        if self._among is not None:
+            from flatout.script.record_file import last_records, records_of_others
 
-            read = last_records if ended else records_of_others
-            ranks = read(self._ranks_folder, place.rank or 0)
+            folder, place = self._among
+            ranks = (last_records if ended else records_of_others)(folder, place.rank or 0)
         return Others(
             started=self._started(),
             ranks=ranks,
-            place=self._place(),
+            place=None if self._among is None else self._among[1],
             devices=None if self.rank is None else self.rank.count,
         )
 
@@ -409,17 +391,6 @@ class Run:
         from flatout.script.record_file import read_records
 
         return () if self._records is None else tuple(read_records(self._records))
-
-    def _place(self) -> Place | None:
-        """None: it is no rank, or the ranks share no folder."""
-        from flatout import environment
-        from flatout.script.process_record import Place
-
-        if self.rank is not None:
-            return Place(rank=self.rank.number, ranks=self.rank.count)
-        if self._ranks_folder is None:
-            return None
-        return Place(rank=environment.rank(), ranks=environment.world_size())
 
     def _not_in_processes(self) -> list[str]:
         count = sum(not one.applied for one in self._started())
@@ -435,7 +406,7 @@ class Run:
             return []
         from flatout.report.devices_text import sharing_lines
 
-        return sharing_lines(self.rank.replica.facts(), self.rank.settings)
+        return sharing_lines(self.rank.facts(), self.rank.settings)
 
     def _report_all(self) -> None:
         tells_parent = self.rank is not None and self.rank.number == 0 and "--quiet" not in self.options
@@ -499,11 +470,9 @@ class Run:
         )
 
 
-def _report_path(options: dict[str, str], rank: Rank | None) -> Path | None:
+def _report_path(options: dict[str, str], rank: Replica | None) -> Path | None:
     """Where the document goes; a place that was asked for and cannot be written is refused before the script starts."""
-    if "--no-report" in options:
-        return None
-    if not _first_rank(rank):
+    if "--no-report" in options or not _first_rank(rank):
         return None
     if "--report" not in options:
         try:
@@ -519,10 +488,8 @@ def _report_path(options: dict[str, str], rank: Rank | None) -> Path | None:
     return report_place(options["--report"])
 
 
-def _rank() -> Rank | None:
+def _rank() -> Replica | None:
     """This process's place in a run on several devices; None: it is in none."""
-    from flatout import environment
-
     folder = environment.ranks_folder()
     if folder is None:
         return None
@@ -531,23 +498,22 @@ def _rank() -> Rank | None:
     return begin(folder)
 
 
-def _ranks_folder(rank: Rank | None) -> Path | None:
-    """Where this process and those that were started with it keep their records; None: it is alone."""
-    from flatout.environment import rank as launched_rank
+def _among_ranks(rank: Replica | None) -> tuple[Path, Place] | None:
+    """Where this process and those that were started with it keep their records, and its place; None: it is alone."""
+    number = environment.rank()
+    if rank is None and number is None:
+        return None
+    from flatout.script.process_record import Place
+    from flatout.script.record_file import launchers_folder
 
     if rank is not None:
-        return rank.folder
-    if launched_rank() is None:
-        return None
-    from flatout.script.rank_folder import launchers_folder
-
-    return launchers_folder()
+        return rank.folder, Place(rank=rank.number, ranks=rank.count)
+    folder = launchers_folder()
+    return None if folder is None else (folder, Place(rank=number, ranks=environment.world_size()))
 
 
-def _first_rank(rank: Rank | None) -> bool:
+def _first_rank(rank: Replica | None) -> bool:
     """Of several processes under torchrun, or in a run on several devices, one speaks for all."""
-    from flatout import environment
-
     if rank is not None:  # its launcher's variables are hidden from the script
         return rank.number == 0
     return (environment.rank() or 0) == 0

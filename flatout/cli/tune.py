@@ -1,30 +1,37 @@
-"""flatout tune: find the fastest way to run a script whose numbers still hold."""
+"""flatout tune: find the fastest way to run a script whose numbers still hold, or for ranks to share a model."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from dataclasses import replace
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flatout.cli.ended_by_signal import signals_as_exits
-from flatout.cli.progress_line import progress_line
-from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import (
+from flatout.cli.command_line import on_cpu, refuse_alone, refuse_guard
+from flatout.cli.shared_options import (
     AllowNetworkOption,
     DeviceOption,
     ExactnessOption,
     IncludePrivateOption,
     IsolationOption,
 )
-from flatout.cli.tune_results import PLAN_NAME, REPORT_NAME, Wanted, check_writable, on_cpu, save_results
+from flatout.cli.streams import progress_line, stdin_copy
+from flatout.errors import UsageError
+from flatout.signals import signals_as_exits
 
 if TYPE_CHECKING:
     from flatout.application.tune import TuneResult
+    from flatout.plan import Plan
     from flatout.tuning.script_tuning import TuneRequest
 
+PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
+FUNCTION = re.compile(r"(?P<source>[^:]+):(?P<name>[A-Za-z_][\w.]*)")
 Loss = Literal["mean", "sum", "terms"]
 
 TargetArgument = Annotated[
@@ -66,10 +73,19 @@ OwnRanksOption = Annotated[
 LossOption = Annotated[
     Loss | None,
     typer.Option(
-        metavar="KIND",
-        help="With --devices: what the loss is over its batch, as for flatout run: mean, sum, terms.",
+        metavar="KIND", help="With --devices: what the loss is over its batch, as for flatout run: mean, sum, terms."
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Where the results go, and how."""
+
+    folder: Path
+    json: bool
+    """Print one JSON document in place of text."""
+    include_private: bool
 
 
 def tune(
@@ -110,7 +126,6 @@ def tune(
     cannot be brought under --fit.
     """
     from flatout.arguments import as_bytes, as_seconds
-    from flatout.cli.tune_strategies import named_function, tune_strategies
     from flatout.script.entry import Target
     from flatout.tuning.script_tuning import TuneRequest
     from flatout.units import parse_seconds
@@ -118,10 +133,10 @@ def tune(
     budget_seconds = as_seconds(parse_seconds(budget), "--budget")
     wanted = Wanted(folder=out, json=json, include_private=include_private)
     ways = {"--nproc-per-node": nproc_per_node, "--own-ranks": own_ranks}
-    if named_function(target) is not None:
+    if _is_function(target):
         stray = {"--steps": steps, "--exactness": exactness != "reduced", "--fit": fit, "--logs": logs, **ways}
         stray |= {"--loss": loss, "--allow-local-batchnorm": allow_local_batchnorm, "--isolation": isolation != "auto"}
-        return tune_strategies(
+        return _tune_strategies(
             target,
             devices,
             budget_seconds=budget_seconds,
@@ -132,12 +147,18 @@ def tune(
             stray=stray,
         )
     if plan is not None:
-        raise _only_for_functions()
+        raise UsageError(
+            "--plan with a script",
+            limit="a tune finds the plan of a script from nothing",
+            remedy="to run a script by a plan: flatout run --plan FILE train.py",
+        )
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps is {steps}", limit="it is at least 1")
     request = TuneRequest(
         target=Target.from_command(target),
         budget_seconds=budget_seconds,
         exactness=exactness,
-        total_steps=_positive("--steps", steps),
+        total_steps=steps,
         fit_bytes=None if fit is None else as_bytes(fit, "--fit"),
         isolation=isolation,
         allow_network=allow_network,
@@ -162,7 +183,7 @@ def _tune_script(
     _prepare(request, wanted.folder, device)
     request = _in_ranks(request, asked)
     if (devices := asked["--devices"]) is None:
-        _check_alone(loss=loss, allow_local_batchnorm=local_batchnorm)
+        refuse_alone({"--loss": loss, "--allow-local-batchnorm": local_batchnorm})
     else:
         request = _on_several(request, devices, device, loss, local_batchnorm=local_batchnorm)
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
@@ -187,8 +208,7 @@ def _in_ranks(request: TuneRequest, asked: dict[str, str | None]) -> TuneRequest
     if way is None or way[0] == "--devices":
         return request
     option, number = way
-    if request.isolation == "guard":
-        raise _guarded(option)
+    refuse_guard(request.isolation, option)
     return replace(request, ranks=ranks_of_script(number, option), starts_ranks=option == "--own-ranks")
 
 
@@ -199,8 +219,7 @@ def _on_several(
     from flatout.application.tune import devices_asked
     from flatout.script.replicas.settings import Settings
 
-    if request.isolation == "guard":
-        raise _guarded("--devices")
+    refuse_guard(request.isolation, "--devices")
     asked = devices_asked(
         devices,
         exactness=request.exactness,
@@ -211,37 +230,8 @@ def _on_several(
     return replace(request, devices=asked)
 
 
-def _check_alone(*, loss: str | None, allow_local_batchnorm: bool) -> None:
-    from flatout.errors import UsageError
-
-    stray = "--loss" if loss is not None else "--allow-local-batchnorm" if allow_local_batchnorm else None
-    if stray is not None:
-        raise UsageError(f"{stray} without --devices", limit="it is for several devices", remedy="add --devices 2")
-
-
-def _guarded(option: str) -> Exception:
-    from flatout.errors import UsageError
-
-    return UsageError(
-        f"--isolation guard with {option}",
-        limit="the processes of such a trial need a private copy of the files that they write",
-        remedy="use --isolation auto",
-    )
-
-
-def _only_for_functions() -> Exception:
-    from flatout.errors import UsageError
-
-    return UsageError(
-        "--plan with a script",
-        limit="a tune finds the plan of a script from nothing",
-        remedy="to run a script by a plan: flatout run --plan FILE train.py",
-    )
-
-
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
     """What cannot be used is named before any time is spent."""
-    from flatout.errors import UsageError
     from flatout.machine.visible_devices import show_only
     from flatout.script.work_folder import require_linux
 
@@ -251,7 +241,7 @@ def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
     except FileNotFoundError:  # not even torch can be loaded there
         raise UsageError("the current folder was removed", remedy="change to one that exists") from None
     request.target.check()
-    check_writable(output)
+    _check_writable(output)
     show_only(device)
 
 
@@ -263,7 +253,7 @@ def _told_and_saved(result: TuneResult, wanted: Wanted, command: list[str]) -> i
 
     document = tune_document(result, budget_option, include_private=wanted.include_private)
     # First: printing may fail, as into a closed pipe.
-    save_results(result.plan, document, wanted, plans=result.fits)
+    _save(result.plan, document, wanted, plans=result.fits)
     print(to_text(document) if wanted.json else tune_text(result, budget_option))
     if not wanted.json:
         print(f"{'saved':<10}{_saved(result, wanted.folder, command)}")
@@ -288,9 +278,90 @@ def _seeing(device: str | None) -> list[str]:
     return [] if device is None else ["--device", device]
 
 
-def _positive(name: str, value: int | None) -> int | None:
-    from flatout.errors import UsageError
+def _check_writable(folder: Path) -> None:
+    """Minutes of trials must not end in a folder that takes no file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {folder.absolute()}: {error.strerror}",
+            limit="the plan and the report are written there",
+            remedy="choose another folder with --out",
+        ) from None
 
-    if value is not None and value < 1:
-        raise UsageError(f"{name} is {value}", limit="it is at least 1")
-    return value
+
+def _save(plan: Plan, document: dict[str, object], wanted: Wanted, *, plans: bool) -> None:
+    """Write the report and, where `plans`, the plan; minutes of work must not be lost to a disk that is full by now."""
+    from flatout.plan import write_plan
+    from flatout.report.document import write_document
+
+    try:
+        if plans:
+            write_plan(wanted.folder / PLAN_NAME, plan, include_private=wanted.include_private)
+        write_document(wanted.folder / REPORT_NAME, document)
+    except Exception:
+        sys.stderr.write(f"the results could not be saved; here is the plan:\n\n{plan.to_toml()}\n")
+        raise
+
+
+# train.py:make
+
+
+def _is_function(target: Sequence[str]) -> bool:
+    """Is it 'train.py:make'? Otherwise a script or a module."""
+    return bool(target and FUNCTION.fullmatch(target[0])) and not Path(target[0]).exists()
+
+
+def _tune_strategies(
+    target: Sequence[str],
+    devices: str | None,
+    *,
+    budget_seconds: float,
+    plan_file: Path | None,
+    device: str | None,
+    allow_network: bool,
+    wanted: Wanted,
+    stray: Mapping[str, object],
+) -> int:
+    """The exit code. stray: options that are for scripts, with what was given."""
+    from flatout.application.choose_parallel import choose_requested, strategies_asked
+    from flatout.machine.visible_devices import show_only
+    from flatout.plan import Plan, read_plan
+    from flatout.report.document import to_text
+    from flatout.report.strategies_text import strategies_document, strategies_text
+    from flatout.tuning.short_budget import budget_option
+
+    if len(target) > 1:
+        raise UsageError(
+            f"{' '.join(target[1:])} after {target[0]}", limit="the function is called with a plan and nothing else"
+        )
+    for option, value in stray.items():
+        if value:
+            limit = "it is for a script; train.py:make makes a step"
+            raise UsageError(f"{option} with {target[0]}", limit=limit, remedy=f"leave {option} out")
+    if devices is None:
+        raise UsageError(
+            f"{target[0]} without --devices",
+            limit="it says how many ranks share the training",
+            remedy="use --devices 2; the other choices of a plan: flatout.tune(step, batches) in Python",
+        )
+    out = wanted.folder
+    _check_writable(out)
+    show_only(device)
+    plan = Plan() if plan_file is None else read_plan(plan_file)
+    request = strategies_asked(
+        target[0], devices, plan, budget_seconds, on_cpu=on_cpu(device), allow_network=allow_network
+    )
+    with signals_as_exits(), progress_line() as progress:
+        found = choose_requested(request, progress)
+    document = strategies_document(found, found.machine, include_private=wanted.include_private)
+    _save(found.plan, document, wanted, plans=found.chosen is not None)
+    print(to_text(document) if wanted.json else strategies_text(found, found.machine, budget_option))
+    if not wanted.json:
+        if found.chosen is None:
+            print(f"{'saved':<10}{out / REPORT_NAME}, and no plan: nothing was added to that of one process")
+        else:
+            start = f"flatout launch --nproc-per-node {found.ranks} YOUR_SCRIPT, with this plan"
+            print(f"{'saved':<10}{out / PLAN_NAME}, {out / REPORT_NAME}      next: {start}")
+    return 0

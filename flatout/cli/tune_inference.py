@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from flatout.cli.places import check_place
-from flatout.cli.progress_line import progress_line
-from flatout.cli.trial_options import ExactnessOption
-from flatout.cli.users_output import stdout_to_stderr
+from flatout.cli.shared_options import ExactnessOption, check_place
+from flatout.cli.streams import progress_line, stdout_to_stderr
+from flatout.errors import UsageError
 
 MOST_ITEMS = 4096
 
@@ -55,47 +55,39 @@ def tune_inference(
     `flatout predict` and `flatout generate` take it with --plan. Exit code: 0 done, 2 the model or the sample cannot
     be used.
     """
-    from flatout.plan import read_plan
-    from flatout.units import parse_seconds
-
-    asked: dict[str, Any] = {  # Any: the arguments of tune_inference, each of its type
-        "task": task,
-        "plan": None if plan is None else read_plan(plan),
-        "items": items,
-        "exactness": exactness,
-        "max_error": max_error,
-        "min_agreement": min_agreement,
-        "max_divergence": max_divergence,
-        "seconds": parse_seconds(budget),
-        "max_new_tokens": max_new_tokens,
-    }
-    return _run(model, inputs, out, tokenizer, device, asked, as_json=json)
-
-
-def _run(
-    model: str,
-    inputs: Path,
-    out: Path,
-    tokenizer: str | None,
-    device: str | None,
-    asked: dict[str, Any],  # Any: as above
-    *,
-    as_json: bool,
-) -> int:
     from flatout.infer.choosing.tune_inference import tune_inference as tune
     from flatout.infer.model_source import load_model
-    from flatout.plan import write_plan
+    from flatout.plan import read_plan, write_plan
     from flatout.report.document import document, to_text
     from flatout.tuning.short_budget import budget_option
+    from flatout.units import parse_seconds
 
+    seconds, base = parse_seconds(budget), None if plan is None else read_plan(plan)
     check_place(out)
     with stdout_to_stderr(), progress_line() as progress:
         sample = _sample(inputs, model, tokenizer)
         module, _ = load_model(model, device)
-        found = tune(module, sample, progress=progress, **asked)
-    write_plan(out, found.plan)  # first: printing may fail, as into a closed pipe
-    print(to_text(document("tune-inference", found.to_json())) if as_json else found.summary(budget_option))
-    if not as_json:
+        found = tune(
+            module,
+            sample,
+            task=task,
+            plan=base,
+            items=items,
+            exactness=exactness,
+            max_error=max_error,
+            min_agreement=min_agreement,
+            max_divergence=max_divergence,
+            seconds=seconds,
+            max_new_tokens=max_new_tokens,
+            progress=progress,
+        )
+    try:
+        write_plan(out, found.plan)  # first: printing may fail, as into a closed pipe
+    except UsageError:
+        sys.stderr.write(f"the plan could not be saved; here it is:\n\n{found.plan.to_toml()}\n")
+        raise
+    print(to_text(document("tune-inference", found.to_json())) if json else found.summary(budget_option))
+    if not json:
         given = shlex.quote(str(inputs))
         more = f"--prompts {given}" if found.task == "generate" else f"{given} --out RESULTS.jsonl"
         options = {"--tokenizer": tokenizer, "--plan": str(out), "--device": device}

@@ -30,9 +30,8 @@ def watch(
     second, because rates need two readings of the sensors.
     """
     from flatout.application.watched_runs import RunWatch
-    from flatout.private_details import without_private
     from flatout.report.document import document, to_text
-    from flatout.report.watch_text import watched_text
+    from flatout.report.live_text import watched_text
 
     watching = RunWatch(run)
     try:
@@ -43,7 +42,7 @@ def watch(
         found = watching.read()
     finally:
         watching.close()
-    print(to_text(document("watch", without_private(found.to_json()))) if json else watched_text(found))
+    print(to_text(document("watch", found.to_json(), include_private=False)) if json else watched_text(found))
     return 0
 
 
@@ -52,7 +51,7 @@ def _follow(watching: RunWatch) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    from flatout.report.watch_text import watched_text
+    from flatout.report.live_text import watched_text
 
     console = Console(highlight=False)
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:

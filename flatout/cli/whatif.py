@@ -6,10 +6,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from flatout.cli.ended_by_signal import signals_as_exits
-from flatout.cli.progress_line import progress_line
-from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, IncludePrivateOption, IsolationOption, TargetArgument
+from flatout.cli.shared_options import (
+    AllowNetworkOption,
+    IncludePrivateOption,
+    IsolationOption,
+    PatienceOption,
+    TargetArgument,
+)
+from flatout.cli.streams import progress_line, stdin_copy
+from flatout.errors import UsageError
+from flatout.signals import signals_as_exits
 
 Precision = Literal["fp32", "tf32", "bf16"]
 
@@ -31,9 +37,7 @@ def whatif(
         list[str] | None,
         typer.Option(metavar="GPU=PRICE", help="Of an hour, for the price of a million samples; can be repeated."),
     ] = None,
-    patience: Annotated[
-        str, typer.Option(metavar="TIME", help="End a script that has not taken its steps by then.")
-    ] = "30m",
+    patience: PatienceOption = "30m",
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     include_private: IncludePrivateOption = False,
@@ -47,7 +51,6 @@ def whatif(
     """
     from flatout.application.whatif import WhatIfRequest, whatif_script
     from flatout.machine.visible_devices import show_only
-    from flatout.private_details import without_private
     from flatout.report.document import document, to_text
     from flatout.script.entry import Target
     from flatout.units import parse_positive_seconds
@@ -69,14 +72,12 @@ def whatif(
         )
         found = whatif_script(request, progress)
     payload = {"script": {"name": script.name, "arguments": list(script.arguments)}, **found.to_json()}
-    saved = document("whatif", payload if include_private else without_private(payload))
+    saved = document("whatif", payload, include_private=include_private)
     print(to_text(saved) if json else found)
     return 0
 
 
 def _prices(words: list[str]) -> dict[str, float]:
-    from flatout.errors import UsageError
-
     found = {}
     for word in words:
         name, equals, number = word.partition("=")

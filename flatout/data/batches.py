@@ -23,14 +23,14 @@ from flatout.arguments import as_device, as_function, as_plan, as_whole_number
 from flatout.data.buckets import BucketOrder, Lengths, as_tokens, lengths_of
 from flatout.data.given_orders import REPEATABLE, BatchOrder, EpochOrder, length_of, samplers_in
 from flatout.data.handing_out import HandingOut, PlaceState, other_kind
-from flatout.data.order import epoch_order, epoch_seed, share_of_rank, spans
+from flatout.data.order import OrderInBatches, epoch_order, epoch_seed, share_of_rank, spans
 from flatout.data.prefetch import on_device
 from flatout.data.sources import Arrays, Collate, Samples, Source, Whole, source_of
 from flatout.data.stream import Stream
 from flatout.data.workers import Key, Pacing, Workers, start_method
 from flatout.errors import UsageError, describe_error
 from flatout.machine.detect import usable_cores
-from flatout.machine.ranks import joined_ranks
+from flatout.machine.ranks import joined, joined_rank, joined_ranks
 from flatout.machine.ranks import ranks as ranks_of_run
 from flatout.plan import Plan
 from flatout.plan_choices import SAME_BATCH
@@ -61,7 +61,7 @@ class Batches:
         *,
         shuffle: bool,
         seed: int,
-        order: EpochOrder | BatchOrder | BucketOrder | None = None,
+        order: EpochOrder | OrderInBatches | None = None,
     ) -> None:
         self.seed = seed
         self.samples = len(source) if order is None else order.samples
@@ -84,10 +84,8 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches in a whole epoch; in the current one where their number varies: with `length` or a sampler."""
-        if isinstance(self._order, BatchOrder):
-            return len(self._order.spans(self.seed, self.epoch, 0))
-        if isinstance(self._order, BucketOrder):
-            return len(self._order.spans(self.seed, self.epoch, 0, least=self._out.least_samples))
+        if isinstance(self._order, OrderInBatches):
+            return len(self._order.spans(self.seed, self.epoch, 0, least=self._least))
         whole, rest = divmod(self._samples_now(), self._out.batch_size)
         return whole + (rest >= self._out.least_samples)
 
@@ -142,12 +140,8 @@ class Batches:
 
     def state_dict(self) -> BatchesState:
         """Where the next batch begins. A few numbers, whatever the size of the data."""
-        state: BatchesState = {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "position": self.position,
-            "samples": self.samples,
-        }
+        seed, epoch, position = self.seed, self.epoch, self.position
+        state: BatchesState = {"seed": seed, "epoch": epoch, "position": position, "samples": self.samples}
         if isinstance(self._order, BucketOrder):
             state["buckets"] = self._order.rule
         if self.position:
@@ -205,11 +199,14 @@ class Batches:
         self.epoch, self.position, self._current = self.epoch + 1, 0, None
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        if isinstance(self._order, BatchOrder):
-            return iter(self._order.spans(self.seed, self.epoch, self.position))
-        if isinstance(self._order, BucketOrder):
-            return iter(self._order.spans(self.seed, self.epoch, self.position, least=self._out.least_samples))
-        return spans(self._samples_now(), self.position, self._out.batch_size, least=self._out.least_samples)
+        if isinstance(self._order, OrderInBatches):
+            return iter(self._order.spans(self.seed, self.epoch, self.position, least=self._least))
+        return spans(self._samples_now(), self.position, self._out.batch_size, least=self._least)
+
+    @property
+    def _least(self) -> int:
+        """Samples of a batch: a batch sampler's own are handed out if each rank has one of them."""
+        return self._out.ranks if isinstance(self._order, BatchOrder) else self._out.least_samples
 
     def _samples_now(self) -> int:
         """In the current epoch: a sampler may draw another number in each."""
@@ -228,7 +225,7 @@ class Batches:
         such a batch, and the pipeline would refuse it after the rest of the epoch."""
         out = self._out
         ranks = joined_ranks() if out.plan.parallel == "pipeline" else out.ranks
-        if ranks == 1 or out.drop_last or isinstance(self._order, BatchOrder | BucketOrder):
+        if ranks == 1 or out.drop_last or isinstance(self._order, OrderInBatches):
             return
         rest = self._samples_now() % out.batch_size
         if not 0 < rest < ranks:
@@ -294,23 +291,21 @@ class Batches:
         return pacing
 
     def _made(self, keys: Sequence[Key]) -> Iterator[object]:
-        count = self._pacing.count
+        count, plan = self._pacing.count, self._out.plan
         if count == 0:
             self._workers = None
             return self._made_here(keys)
         if self._workers is None or self._workers[0] != count:
-            pin = self._out.device.type == "cuda" and self._out.plan.pin_memory is not False
-            plan = self._out.plan
             made = Workers(
                 self._source,
                 count,
                 prefetch_factor=plan.prefetch_factor or self._pacing.prefetch_factor,
-                pin_memory=pin,
+                pin_memory=self._out.device.type == "cuda" and plan.pin_memory is not False,
                 persistent=plan.persistent_workers is True,
             )
             self._workers = count, made
         workers = self._workers[1]
-        return workers.batches(keys) if self._out.plan.loader_workers is not None else self._tried(workers, keys)
+        return workers.batches(keys) if plan.loader_workers is not None else self._tried(workers, keys)
 
     def _made_here(self, keys: Sequence[Key]) -> Iterator[object]:
         return (self._source.batch(indices, seed) for seed, indices in keys)
@@ -397,7 +392,7 @@ def batches(
     plan = as_plan(plan, "batches")
     seed = as_whole_number(seed, "seed", least=-(2**63))
     rank, ranks = _place(rank, ranks, plan)
-    order: EpochOrder | BatchOrder | BucketOrder | None = None
+    order: EpochOrder | OrderInBatches | None = None
     tokens = as_tokens(tokens, length, drop_last=drop_last)
     if isinstance(data, DataLoader):
         loader, data, most = data, data.dataset, batch_size
@@ -510,7 +505,7 @@ def _of_loader(
             limit = "batches are formed here, so that a run can resume within an epoch"
             raise UsageError("the loader makes no batches", limit=limit, remedy="pass batch_size=64")
         order = BatchOrder(loader.batch_sampler, length_of(loader.dataset, "the loader's data set"), ranks)
-        largest = max((stop - start for start, stop in order.spans(0, 0, 0)), default=0)
+        largest = max((stop - start for start, stop in order.spans(0, 0, 0, least=ranks)), default=0)
         if not largest:
             raise UsageError(
                 f"the batch sampler made a single batch, of fewer samples than the {ranks} ranks",
@@ -546,14 +541,12 @@ def _checked(batch_size: int | None, ranks: int) -> int:
 
 
 def _place(rank: int | None, ranks: int | None, plan: Plan) -> tuple[int, int]:
-    from torch import distributed
-
     if rank is None and ranks is None:
         if plan.parallel is not None:
             here = ranks_of_run()
             return (here.rank, here.count) if plan.parallel not in SAME_BATCH else (0, 1)
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
+        if joined():
+            return joined_rank(), joined_ranks()
         if (launched := environment.launched()) is not None and launched[1] > 1:
             raise UsageError(
                 f"this is rank {launched[0]} of {launched[1]}, and torch.distributed has not begun",

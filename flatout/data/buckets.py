@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from flatout.arguments import as_function, as_whole_number, wrong
-from flatout.data.order import epoch_order, epoch_seed, share_of_rank
+from flatout.data.order import OrderInBatches, epoch_order, epoch_seed, share_of_rank
 from flatout.data.sources import is_indexed
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
@@ -24,13 +24,13 @@ POOL_BATCHES = 50
 """More of them pad less, but make the order less random."""
 
 
-class BucketOrder:
-    """The order of each epoch, and where it is cut into batches."""
+class BucketOrder(OrderInBatches):
+    """Batches of similar lengths."""
 
     def __init__(
         self, lengths: list[int], tokens: int | None, batch_size: int | None, *, shuffle: bool, ranks: int
     ) -> None:
-        self.samples = len(lengths)
+        super().__init__(len(lengths))
         self.rule: dict[str, int | None] = {"tokens": tokens, "batch_size": batch_size, "total_length": sum(lengths)}
         """What the order depends on besides seed and epoch."""
         self._lengths, self._tokens, self._shuffle = lengths, tokens, shuffle
@@ -50,30 +50,11 @@ class BucketOrder:
         shortest = max(1, min(lengths))
         self.largest_batch = max(ranks, self._most if tokens is None else min(self._most, tokens // shortest))
         """The most samples that a batch could have."""
-        self._key: tuple[int, int] | None = None
-        self._batches: list[list[int]] = []
-
-    def __call__(self, seed: int, epoch: int) -> Tensor:
-        """The indices of an epoch, int64 [samples]."""
-        import torch
-
-        return torch.tensor([index for batch in self._of(seed, epoch) for index in batch], dtype=torch.int64)
-
-    def spans(self, seed: int, epoch: int, position: int, *, least: int) -> list[tuple[int, int]]:
-        """(start, stop) of each batch from `position` on, which is the beginning of a batch. A batch of fewer than
-        `least` samples (an epoch has at most one) is left out."""
-        found, start = [], 0
-        for batch in self._of(seed, epoch):
-            stop = start + len(batch)
-            if start >= position and len(batch) >= least:
-                found.append((start, stop))
-            start = stop
-        return found
 
     def padding_share(self, seed: int, epoch: int, ranks: int, *, least: int) -> float:
         """Each rank pads its part of a batch by itself."""
         filled = places = 0
-        for batch in self._of(seed, epoch):
+        for batch in self.batches(seed, epoch):
             if len(batch) < least:
                 continue
             for rank in range(ranks):
@@ -81,11 +62,6 @@ class BucketOrder:
                 lengths = [self._lengths[index] for index in batch[start:stop]]
                 filled, places = filled + sum(lengths), places + len(lengths) * max(lengths)
         return 1 - filled / places if places else 0.0
-
-    def _of(self, seed: int, epoch: int) -> list[list[int]]:
-        if self._key != (seed, epoch):
-            self._key, self._batches = (seed, epoch), self._made(seed, epoch)
-        return self._batches
 
     def _made(self, seed: int, epoch: int) -> list[list[int]]:
         import torch

@@ -7,7 +7,7 @@ what a sample is made of, one operation on the data gives exactly the same batch
     Subset              of any of these; its indices are read again for each batch
     other classes       whose `__getitem__` is simple enough to be carried out for all samples at once (`sample_code`)
 
-    found = strategy(dataset, collate_fn)                # its kind: 'batched', or '' and its obstacle
+    obstacle_to_batching(dataset, collate_fn)           # '': it fits
     with batched_fetch():                                # every loader in this process that fits
         ...
 
@@ -22,7 +22,6 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
@@ -47,30 +46,22 @@ DATA_SETS = "torch.utils.data.dataset"
 """Where torch's own data sets are; looked up for every batch, as an `import` there would take microseconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """How a data set can be fetched by whole batches; `kind` is '' if it cannot, and `obstacle` says why."""
-
-    kind: str = ""
-    obstacle: str = ""
-
-
-def strategy(dataset: object, collate_fn: object) -> Strategy:
-    """Whether whole-batch fetching fits `dataset`. No sample is fetched to find out."""
+def obstacle_to_batching(dataset: object, collate_fn: object) -> str:
+    """Why `dataset` cannot be fetched by whole batches; '' if it can. No sample is fetched to find out."""
     from torch.utils.data import Dataset, IterableDataset, default_collate
 
     from flatout.data.indices import Indices
 
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
-        return Strategy(obstacle="the data set is a stream, or no Dataset")
+        return "the data set is a stream, or no Dataset"
     if collate_fn is not default_collate:
-        return Strategy(obstacle="the loader has its own collate function")
+        return "the loader has its own collate function"
     whole = WholeBatches()
     try:
         whole.batch(dataset, Indices([0]))
     except whole.not_possible as error:
-        return Strategy(obstacle=str(error) or f"its samples cannot be read ({type(error).__name__})")
-    return Strategy(kind="batched")
+        return str(error) or f"its samples cannot be read ({type(error).__name__})"
+    return ""
 
 
 class WholeBatches:
@@ -293,8 +284,8 @@ class _Patch:
             if not isinstance(dataset, self._dataset_class):  # a list, say, which allows no weak reference
                 return None
             reference: weakref.ref[object] = weakref.ref(dataset, lambda _: self._seen.pop(key, None))
-            fits = strategy(dataset, self._default_collate)
-            found = self._seen[key] = (reference, set() if fits.kind else None)
+            fits = not obstacle_to_batching(dataset, self._default_collate)
+            found = self._seen[key] = (reference, set() if fits else None)
         return found[1]
 
     def _compared(self, fetcher: _MapDatasetFetcher, wanted: Sequence[int], batch: object, shape: Shape) -> object:

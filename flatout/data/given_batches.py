@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NotRequired, TypeGuard
 from flatout.data.batches import Batches, batches, makes_its_own_batches
 from flatout.data.checksums import Kept, checksum
 from flatout.data.handing_out import PlaceState, no_batch, other_kind
-from flatout.data.nested import batch_length, to_device
+from flatout.data.nested import countable_samples, to_device
 from flatout.data.sources import is_indexed
 from flatout.data.stream import Stream
 from flatout.errors import UsageError
@@ -22,7 +22,6 @@ from flatout.plan import Plan
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import DataLoader
 
 _END = object()
 BATCH_SIZE = 64
@@ -100,7 +99,8 @@ class GivenBatches:
                     break
                 batch = to_device(given, self._device)
             self.position, self._last, self._before_last = self.position + 1, Kept(given), before
-            self.batch_size = _samples_of(batch)
+            counted = countable_samples(batch)
+            self.batch_size = 1 if counted is None else counted
             yield batch
         if self.position == 0:
             raise no_batch("data", self.epoch, once=self.once)
@@ -140,13 +140,6 @@ def _other_data(what: str) -> UsageError:
     )
 
 
-def _samples_of(batch: object) -> int:
-    try:
-        return batch_length(batch)
-    except UsageError:
-        return 1
-
-
 def batches_of(data: object, plan: Plan, device: torch.device) -> Batches | Stream | GivenBatches:
     """What `fit` trains on: the result of `flatout.batches` as it is, and anything else made into a source of batches.
 
@@ -160,16 +153,14 @@ def batches_of(data: object, plan: Plan, device: torch.device) -> Batches | Stre
     if isinstance(data, Batches | Stream | GivenBatches):
         return data
     plan = plan.part_for("batches")
-    if isinstance(data, DataLoader) and _is_cut_here(data):
-        return batches(data, plan=plan, device=device)
-    if isinstance(data, list | DataLoader) or _is_iterable_of_batches(data):
+    if isinstance(data, DataLoader):
+        is_cut = data.batch_size is not None or data.batch_sampler is not None
+        if is_cut and not makes_its_own_batches(data):
+            return batches(data, plan=plan, device=device)
+        return GivenBatches(data, device)
+    if isinstance(data, list) or _is_iterable_of_batches(data):
         return GivenBatches(data, device)
     return batches(data, BATCH_SIZE, plan, device=device)
-
-
-def _is_cut_here(loader: DataLoader[object]) -> bool:
-    cut = loader.batch_size is not None or loader.batch_sampler is not None
-    return cut and not makes_its_own_batches(loader)
 
 
 def _is_iterable_of_batches(data: object) -> TypeGuard[Iterable[object]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from flatout.arguments import described, wrong
-from flatout.data.order import epoch_seed
+from flatout.data.order import OrderInBatches, epoch_seed
 from flatout.errors import UsageError
 from flatout.generators import generators_kept, seed_generators
 
@@ -53,59 +53,39 @@ class EpochOrder:
         return self._kept[1]
 
 
-class BatchOrder:
+class BatchOrder(OrderInBatches):
     """The batches that a batch sampler draws: lists of indices, of any lengths but not shorter than there are ranks.
 
     The last one of an epoch may be shorter, and is left out then: some ranks would have no sample of it.
     """
 
     def __init__(self, sampler: Iterable[object], samples: int, ranks: int = 1) -> None:
+        super().__init__(samples)
         self._ranks = ranks
-        self.samples = samples
         self.draws = _Draws(sampler, "the batch sampler", _batches, samples, ranks)
-        self._epoch: tuple[int, int] | None = None
-        self._batches: list[list[int]] = []
-
-    def __call__(self, seed: int, epoch: int) -> Tensor:
-        """The indices of an epoch, one batch after the other."""
-        import torch
-
-        return torch.as_tensor([index for batch in self._of(seed, epoch) for index in batch], dtype=torch.int64)
-
-    def spans(self, seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
-        """(start, stop) of each batch of the epoch from `position` on, which may lie within a batch."""
-        found, start = [], 0
-        for batch in self._of(seed, epoch):
-            stop = start + len(batch)
-            if stop - max(start, position) >= self._ranks:
-                found.append((max(start, position), stop))
-            start = stop
-        return found
 
     def left_out(self, seed: int, epoch: int) -> Tensor | None:
         """The indices of the last batch, if it has fewer samples than there are ranks."""
         import torch
 
-        last = (self._of(seed, epoch) or [[]])[-1]
-        return torch.as_tensor(last, dtype=torch.int64) if 0 < len(last) < self._ranks else None
+        last = self.batches(seed, epoch)[-1]
+        return torch.as_tensor(last, dtype=torch.int64) if len(last) < self._ranks else None
 
-    def _of(self, seed: int, epoch: int) -> list[list[int]]:
-        if (seed, epoch) != self._epoch:
-            batches = self.draws(seed, epoch)
-            if not batches:
-                what = f"the batch sampler made no batch in epoch {epoch}"
-                remedy = "let its __iter__ start over each time, with at least one list of positions"
-                raise UsageError(what, limit="an epoch has at least one batch", remedy=remedy)
-            if not all(batches):
-                raise UsageError("the batch sampler made an empty batch", limit="a batch has at least one sample")
-            if (least := min(map(len, batches[:-1]), default=self._ranks)) < self._ranks:
-                raise UsageError(
-                    f"the batch sampler made a batch of {least} for {self._ranks} ranks",
-                    limit="each rank has at least one sample of each batch but the last",
-                    remedy="make larger batches",
-                )
-            self._epoch, self._batches = (seed, epoch), batches
-        return self._batches
+    def _made(self, seed: int, epoch: int) -> list[list[int]]:
+        batches = self.draws(seed, epoch)
+        if not batches:
+            what = f"the batch sampler made no batch in epoch {epoch}"
+            remedy = "let its __iter__ start over each time, with at least one list of positions"
+            raise UsageError(what, limit="an epoch has at least one batch", remedy=remedy)
+        if not all(batches):
+            raise UsageError("the batch sampler made an empty batch", limit="a batch has at least one sample")
+        if (least := min(map(len, batches[:-1]), default=self._ranks)) < self._ranks:
+            raise UsageError(
+                f"the batch sampler made a batch of {least} for {self._ranks} ranks",
+                limit="each rank has at least one sample of each batch but the last",
+                remedy="make larger batches",
+            )
+        return batches
 
 
 class _Draws(Generic[T]):

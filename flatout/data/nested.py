@@ -155,6 +155,14 @@ def batch_length(batch: object) -> int:
     return next(iter(sizes.values()))
 
 
+def countable_samples(batch: object) -> int | None:
+    """The same; None where they cannot be counted."""
+    try:
+        return batch_length(batch)
+    except UsageError:
+        return None
+
+
 def _is_packed(value: object) -> bool:
     return type(value).__name__ == "PackedSequence" and hasattr(value, "batch_sizes")
 

@@ -48,3 +48,39 @@ def spans(length: int, position: int, batch_size: int, *, least: int) -> Iterato
             return
         yield position, stop
         position = stop
+
+
+class OrderInBatches:
+    """The order of each epoch, cut into batches of any lengths, which follow from seed and epoch."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self._key: tuple[int, int] | None = None
+        self._batches: list[list[int]] = []
+
+    def __call__(self, seed: int, epoch: int) -> Tensor:
+        """The indices of an epoch, one batch after the other, int64."""
+        import torch
+
+        return torch.tensor([index for batch in self.batches(seed, epoch) for index in batch], dtype=torch.int64)
+
+    def spans(self, seed: int, epoch: int, position: int, *, least: int) -> list[tuple[int, int]]:
+        """(start, stop) of each batch from `position` on, which may lie within a batch; without those of fewer than
+        `least` samples."""
+        found, start = [], 0
+        for batch in self.batches(seed, epoch):
+            stop = start + len(batch)
+            if stop - max(start, position) >= least:
+                found.append((max(start, position), stop))
+            start = stop
+        return found
+
+    def batches(self, seed: int, epoch: int) -> list[list[int]]:
+        """The indices of each."""
+        if self._key != (seed, epoch):
+            self._batches = self._made(seed, epoch)
+            self._key = seed, epoch
+        return self._batches
+
+    def _made(self, seed: int, epoch: int) -> list[list[int]]:
+        raise NotImplementedError

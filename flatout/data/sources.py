@@ -59,22 +59,11 @@ def is_indexed(data: object) -> TypeGuard[Indexed]:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-class Source(Protocol):
-    """A length, and any samples of it as a batch."""
-
-    in_memory: bool
-    """True where making a batch costs next to nothing, so that workers would not help."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Tensor, seed: int) -> object:
-        """The samples at `indices`, int64 [batch]. `seed` is that of the epoch, for random draws inside samples."""
-
-
 class Arrays:
     """Nested tensors or numpy arrays with the same first size."""
 
     in_memory = True
+    """Making a batch costs next to nothing, so that workers would not help."""
 
     def __init__(self, nested: object) -> None:
         _refuse_foreign_dtypes(nested)
@@ -95,6 +84,7 @@ class Arrays:
         self._nested = map_tensors(lambda tensor: tensor.to(device), self._nested)
 
     def batch(self, indices: Tensor, seed: int) -> object:
+        """The samples at `indices`, int64 [batch]. `seed` is that of the epoch, for random draws inside samples."""
         return map_arrays(lambda array: _rows(array, indices), self._nested)
 
 
@@ -261,6 +251,10 @@ class Whole:
         return default_collate([self._dataset[i] for i in wanted])  # a Subset by numpy's integers, for example
 
 
+Source: TypeAlias = Arrays | Samples | Whole
+"""A length, and any samples of it as a batch."""
+
+
 def _is_in_tensors(dataset: object) -> bool:
     from torch.utils.data import Subset
 
@@ -284,7 +278,8 @@ def _source_of(data: object, collate_fn: Collate) -> Source:
     from torch.utils.data import default_collate
 
     _refuse_tables(data)
-    if not _makes_samples(data) and any(True for _ in arrays_in(data)):
+    makes_samples = dataclasses.is_dataclass(data) and is_indexed(data)  # then its fields are no columns
+    if not makes_samples and any(True for _ in arrays_in(data)):
         if collate_fn is not default_collate:
             return Samples(_rows_to_collate(data), collate_fn)
         _refuse_lists(data)
@@ -303,11 +298,6 @@ def _source_of(data: object, collate_fn: Collate) -> Source:
     if collate_fn is default_collate and _is_in_tensors(data):
         return Whole(data)
     return Samples(data, collate_fn)
-
-
-def _makes_samples(data: object) -> bool:
-    """Is it a data set although it is a dataclass? Then its fields are no columns."""
-    return dataclasses.is_dataclass(data) and is_indexed(data)
 
 
 def _rows_to_collate(data: object) -> Indexed:
@@ -334,14 +324,10 @@ def _is_table(value: object) -> bool:
     return type(value).__module__.partition(".")[0] in TABLE_PACKAGES and hasattr(value, "to_numpy")
 
 
-def _is_list(value: object) -> TypeGuard[list[object]]:
-    return isinstance(value, list)
-
-
 def _refuse_lists(data: object) -> None:
     """A list as long as the arrays beside it is meant as a column, but would come whole with each batch."""
     sizes = {len(array) for _, array in arrays_in(data)}
-    for path, column in leaves_in(data, "data", _is_list, lists=False):
+    for path, column in leaves_in(data, "data", lambda value: isinstance(value, list), lists=False):
         if len(column) in sizes:
             raise UsageError(
                 f"{path} is a list of {len(column)}",
@@ -376,9 +362,9 @@ def map_arrays(function: Callable[[Array], Array], nested: T) -> T:
     return mapped
 
 
-def arrays_in(nested: object, path: str = "data") -> Iterator[tuple[str, Array]]:
+def arrays_in(nested: object) -> Iterator[tuple[str, Array]]:
     """Each tensor or numpy array in there, with the expression for it."""
-    return leaves_in(nested, path, _is_array, lists=False)
+    return leaves_in(nested, "data", _is_array, lists=False)
 
 
 def _is_tensor(value: object) -> bool:

@@ -12,7 +12,8 @@ import multiprocessing
 import shutil
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -50,19 +51,6 @@ class _Dataset:
         return self._source.batch(key[1], key[0])
 
 
-class _Keys:
-    """A sampler whose keys can be replaced for each epoch, so that workers can persist between epochs."""
-
-    def __init__(self, keys: Sequence[Key] = ()) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
 class Workers:
     """`count` processes that make batches ahead, in order.
 
@@ -75,32 +63,29 @@ class Workers:
         import torch
         from torch.utils.data import DataLoader
 
-        self._keys, self._busy = _Keys(), False
-
-        def loader(keys: _Keys, *, persistent: bool) -> DataLoader[object]:
-            return DataLoader(
-                _Dataset(source),  # type: ignore[arg-type]
-                batch_size=None,
-                sampler=keys,
-                collate_fn=_as_it_is,  # torch's default makes tensors of arrays, and lists of tuples
-                num_workers=count,
-                persistent_workers=persistent,
-                prefetch_factor=prefetch_factor,
-                pin_memory=pin_memory,
-                worker_init_fn=_leave_interrupts_to_the_main_process,
-                generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers
-            )
-
-        self._made = loader
-        self._loader = loader(self._keys, persistent=persistent)
+        self._keys: list[Key] = []
+        """Replaced in place for each epoch, so that workers can persist between epochs."""
+        self._busy = False
+        self._loader_of: Callable[..., DataLoader[object]] = partial(
+            DataLoader,
+            _Dataset(source),  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=_as_it_is,  # torch's default makes tensors of arrays, and lists of tuples
+            num_workers=count,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            worker_init_fn=_leave_interrupts_to_the_main_process,
+            generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers
+        )
+        self._loader: DataLoader[object] = self._loader_of(sampler=self._keys, persistent_workers=persistent)
 
     def batches(self, keys: Sequence[Key]) -> Iterator[object]:
         """An evaluation may ask for other ones meanwhile: workers that persist would begin anew for it, so it gets
         processes of its own."""
         if self._busy:
-            yield from self._made(_Keys(keys), persistent=False)
+            yield from self._loader_of(sampler=list(keys))
             return
-        self._keys.keys, self._busy = keys, True
+        self._keys[:], self._busy = keys, True
         try:
             yield from self._loader
         finally:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flatout.diagnose.facts import Facts
-from flatout.diagnose.finding import Finding, SourceLine
-from flatout.script.behaviour_seen import LineTime
+from flatout.diagnose.finding import Finding
+from flatout.script.behaviour_seen import LineTime, SourceLine
 from flatout.units import format_seconds
 
 MATERIAL_SHARE = 0.05
@@ -41,6 +41,7 @@ class Seen:
     """Of a step."""
     cost_bytes: int | None = None
     cost_share: float | None = None
+    """None: what `cost_seconds` are of a step."""
     unknown: str = ""
     """Why the cost is not known, where neither seconds nor bytes are."""
     command: str | None = None
@@ -63,7 +64,8 @@ class Check:
         seen = self.look(facts)
         if seen is None:
             return None
-        material = seen.fault or (seen.cost_share or 0.0) >= MATERIAL_SHARE
+        share = seen.cost_share if seen.cost_share is not None else facts.share(seen.cost_seconds)
+        material = seen.fault or (share or 0.0) >= MATERIAL_SHARE
         unknown = f"; cost unknown, because {seen.unknown}" if seen.unknown else ""
         return Finding(
             name=self.name,
@@ -74,7 +76,7 @@ class Check:
             next_command=seen.command,
             cost_seconds=seen.cost_seconds,
             cost_bytes=seen.cost_bytes,
-            cost_share=seen.cost_share,
+            cost_share=share,
             lines=tuple((file, number, text or facts.text_of(file, number)) for file, number, text in seen.lines),
             confidence="certain" if seen.certain else "likely",
             if_wrong=self.if_wrong,
@@ -86,9 +88,8 @@ def where(*groups: Iterable[SourceLine] | SourceLine | None) -> tuple[SourceLine
     """A few known lines, each once, in this order."""
     found: dict[tuple[str, int], SourceLine] = {}
     for group in groups:
-        if group is None:
-            continue
-        lines = [group] if isinstance(group, tuple) and len(group) == 3 and isinstance(group[1], int) else list(group)
+        single = isinstance(group, tuple) and len(group) == 3 and isinstance(group[1], int)
+        lines = [group] if single else list(group or ())
         for one in lines:
             if isinstance(one, tuple) and one[1] and not found.get((one[0], one[1]), ("", 0, ""))[2]:
                 found[one[0], one[1]] = one

@@ -18,9 +18,8 @@ MOST_IN_WINDOW = 3
     if_wrong="sizes are marked dynamic that never change, which makes the code a little slower",
 )
 def recompilations(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    found = seen.compiled if seen is not None else None
-    if seen is None or found is None:
+    seen, found = facts.seen, facts.seen.compiled
+    if found is None:
         return None
     late = found.versions_of_one > 1 and found.compiled_in_window >= MOST_IN_WINDOW
     if found.versions_of_one <= MOST_VERSIONS and not late:
@@ -39,7 +38,6 @@ def recompilations(facts: Facts) -> Seen | None:
         fault=True,
         lines=where(facts.lines_calling("compile")),
         cost_seconds=cost,
-        cost_share=facts.share(cost),
         unknown="" if cost is not None else "no compilation happened in the steps that were watched",
         command=f"TORCH_LOGS=recompiles python {facts.command}" if facts.command else None,
     )
@@ -51,7 +49,7 @@ def recompilations(facts: Facts) -> Seen | None:
     if_wrong="a line is moved out of the model",
 )
 def graph_breaks(facts: Facts) -> Seen | None:
-    found = facts.behaviour.compiled if facts.behaviour is not None else None
+    found = facts.seen.compiled
     if found is None or not found.breaks:
         return None
     first = found.breaks[0]

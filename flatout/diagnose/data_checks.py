@@ -42,8 +42,7 @@ def starved_loader(facts: Facts) -> Seen | None:
         evidence=f"{format_seconds(seconds)} of {format_seconds(step)} a step",
         remedy=_faster_loading(facts.observed.loaders if facts.observed is not None else ()),
         cost_seconds=seconds,
-        cost_share=share,
-        lines=where(_loading_lines(facts), _loaders(facts)),
+        lines=where(_loading_lines(facts), facts.lines_calling("DataLoader")),
         command=facts.tune,
     )
 
@@ -82,8 +81,7 @@ def per_sample_fetch(facts: Facts) -> Seen | None:
         remedy="index the tensors with the indices of a whole batch (sampler=BatchSampler(...), batch_size=None), "
         "or let a plan do it",
         cost_seconds=seconds,
-        cost_share=share,
-        lines=where(_loaders(facts), _loading_lines(facts)),
+        lines=where(facts.lines_calling("DataLoader"), _loading_lines(facts)),
         command=facts.tune,
         plan={"fetch": "batched"},
     )
@@ -96,13 +94,12 @@ def per_sample_fetch(facts: Facts) -> Seen | None:
     if_wrong="a transform is rewritten that was not the slowest part",
 )
 def slow_transform(facts: Facts) -> Seen | None:
-    share = facts.part_share("data")
-    if facts.behaviour is None or share is None or share < DATA_SHARE_LIMIT:
+    share, own = facts.part_share("data"), [one for one in facts.seen.times if one.activity == "transform"]
+    if not own or share is None or share < DATA_SHARE_LIMIT:
         return None
-    own = [one for one in facts.behaviour.times if one.activity == "transform"]
-    rest = sum(one.seconds for one in facts.behaviour.times if one.activity == "loader")
+    rest = sum(one.seconds for one in facts.seen.times if one.activity == "loader")
     seconds = sum(one.seconds for one in own)
-    if not own or seconds < TRANSFORM_SHARE * (seconds + rest) or sum(one.low_share for one in own) < 0.02:
+    if seconds < TRANSFORM_SHARE * (seconds + rest) or sum(one.low_share for one in own) < 0.02:
         return None
     cost = min(seconds, facts.part_seconds("data") or seconds)
     return Seen(
@@ -111,8 +108,7 @@ def slow_transform(facts: Facts) -> Seen | None:
         + slowest_lines(own),
         remedy="do it once for all samples before training, on whole batches, or in loader workers (num_workers=2)",
         cost_seconds=cost,
-        cost_share=facts.share(cost),
-        lines=where([one.line for one in own], _loaders(facts)),
+        lines=where([one.line for one in own], facts.lines_calling("DataLoader")),
         command=facts.tune,
     )
 
@@ -148,13 +144,13 @@ def _restarts(facts: Facts) -> tuple[int, float, float, str, tuple[SourceLine, .
     epochs = facts.run.epochs if facts.run is not None else None
     if epochs is not None and epochs.workers and epochs.epoch_seconds and epochs.cost_seconds is not None:
         what = "the end of its first step, less a step's usual time"
-        return epochs.workers, epochs.cost_seconds, epochs.epoch_seconds, what, where(_loaders(facts))
-    seen = facts.behaviour.workers if facts.behaviour is not None else None
+        return epochs.workers, epochs.cost_seconds, epochs.epoch_seconds, what, where(facts.lines_calling("DataLoader"))
+    seen = facts.seen.workers
     if seen is None or seen.starts < 3 or not seen.workers or not seen.epoch_seconds:
         return None
     cost = max(0.0, seen.start_seconds - (facts.part_seconds("data") or 0.0))
     what = "the first call of the model, less a step's usual wait for data"
-    return seen.workers, cost, seen.epoch_seconds, what, where(_loaders(facts), seen.line)
+    return seen.workers, cost, seen.epoch_seconds, what, where(facts.lines_calling("DataLoader"), seen.line)
 
 
 @check(
@@ -163,7 +159,7 @@ def _restarts(facts: Facts) -> tuple[int, float, float, str, tuple[SourceLine, .
     if_wrong="batches of equal lengths change the order of the samples",
 )
 def padding_waste(facts: Facts) -> Seen | None:
-    padding = facts.behaviour.padding if facts.behaviour is not None else None
+    padding = facts.seen.padding
     if padding is None or padding.share < PADDING_LIMIT or padding.positions < LEAST_POSITIONS:
         return None
     packs = {"pack_padded_sequence", "pack_sequence", "nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged"}
@@ -179,9 +175,8 @@ def padding_waste(facts: Facts) -> Seen | None:
         remedy="sort or bucket samples by length, and pad each batch to its longest sample only",
         certain=padding.from_padding_idx,
         cost_seconds=cost,
-        cost_share=facts.share(cost),
         lines=where(
-            facts.lines_calling("pad_sequence"), facts.lines_calling("pad"), _loaders(facts),
+            facts.lines_calling("pad_sequence"), facts.lines_calling("pad"), facts.lines_calling("DataLoader"),
             facts.lines_calling("Embedding"),
         ),
         unknown="" if cost is not None else "the passes were not timed",
@@ -198,11 +193,10 @@ def tiny_batch(facts: Facts) -> Seen | None:
     seen, profile = facts.observed, facts.profile
     if seen is None or profile is None or not profile.operator_calls or facts.step_seconds is None:
         return None
-    steps = facts.behaviour.steps if facts.behaviour is not None else 0
     small = [
         one
         for one in seen.loaders
-        if one.batch_size is not None and one.batch_size <= TINY_BATCH and _has_many(one, steps)
+        if one.batch_size is not None and one.batch_size <= TINY_BATCH and _has_many(one, facts.seen.steps)
     ]
     if not small or (seen.backwards_per_step or 1.0) > 1.5:
         return None
@@ -215,7 +209,7 @@ def tiny_batch(facts: Facts) -> Seen | None:
         evidence=f"{profile.operator_calls:,.0f} operators take {format_seconds(each)} each, about what it takes to "
         "call them",
         remedy="a larger batch_size computes more in the same number of calls; adapt the learning rate",
-        lines=where(_loaders(facts)),
+        lines=where(facts.lines_calling("DataLoader")),
         unknown="no larger batch was timed",
         fault=True,
     )
@@ -228,10 +222,5 @@ def _has_many(loader: LoaderSeen, steps: int) -> bool:
     return loader.samples >= LEAST_BATCHES * loader.batch_size
 
 
-def _loaders(facts: Facts) -> tuple[SourceLine, ...]:
-    return facts.lines_calling("DataLoader")
-
-
 def _loading_lines(facts: Facts) -> list[SourceLine]:
-    times = facts.behaviour.times if facts.behaviour is not None else ()
-    return [one.line for one in times if one.activity in ("transform", "loader")][:3]
+    return [one.line for one in facts.seen.times if one.activity in ("transform", "loader")][:3]

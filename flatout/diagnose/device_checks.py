@@ -38,7 +38,6 @@ def pageable_copies(facts: Facts) -> Seen | None:
         "after them for which the GPU has no work",
         remedy="DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)",
         cost_seconds=seconds,
-        cost_share=share,
         lines=where(facts.lines_calling("to", "cuda", in_training_loop=True), facts.lines_calling("DataLoader")),
         command=facts.tune,
         plan={"pin_memory": True, "non_blocking": True},
@@ -51,8 +50,8 @@ def pageable_copies(facts: Facts) -> Seen | None:
     if_wrong="one extra variable",
 )
 def repeated_to(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None or not seen.steps:
+    seen = facts.seen
+    if not seen.steps:
         return None
     repeated = [one for one in seen.calls if one.repeated >= LEAST_REPEATED and 2 * one.repeated >= seen.steps]
     cost = sum(one.seconds * one.repeated / one.calls for one in repeated) / seen.steps
@@ -69,7 +68,6 @@ def repeated_to(facts: Facts) -> Seen | None:
         ),
         remedy="convert it once before the loop, and keep the result",
         cost_seconds=cost,
-        cost_share=share,
         lines=where([one.line for one in repeated]),
     )
 
@@ -96,7 +94,6 @@ def hidden_sync(facts: Facts) -> Seen | None:
         ),
         remedy="keep values on the device, and read them once in many steps; torch.where instead of a mask's indices",
         cost_seconds=cost,
-        cost_share=share,
         lines=where([line for one in waits if (line := source_line(one.line)) is not None]),
     )
 
@@ -115,9 +112,7 @@ def _idle_after(facts: Facts, cause: str) -> float:
 )
 def model_on_cpu(facts: Facts) -> Seen | None:
     seen = facts.observed
-    if seen is None or seen.device != "cpu" or not facts.gpus or not seen.modules:
-        return None
-    if facts.behaviour is not None and "cuda" in facts.behaviour.devices:
+    if seen is None or seen.device != "cpu" or not facts.gpus or not seen.modules or "cuda" in facts.seen.devices:
         return None
     calls = facts.profile.operator_calls if facts.profile is not None else None
     if calls and facts.step_seconds and facts.step_seconds < CLEARLY_FASTER * LAUNCH_SECONDS * calls:
@@ -141,9 +136,8 @@ def model_on_cpu(facts: Facts) -> Seen | None:
     if_wrong="a part that was meant to save GPU memory takes some of it",
 )
 def mixed_devices(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    devices = seen.devices if seen is not None else {}
-    if seen is None or len(devices) < 2 or "cpu" not in devices or seen.devices.get("meta"):
+    seen, devices = facts.seen, facts.seen.devices
+    if len(devices) < 2 or "cpu" not in devices or devices.get("meta"):
         return None
     counts = ", ".join(f"{count:,} on {device}" for device, count in sorted(devices.items(), key=lambda one: -one[1]))
     return Seen(
@@ -170,7 +164,7 @@ def slower_on_gpu(facts: Facts) -> Seen | None:
     if profile.flops is None or not profile.operator_calls:
         return None
     idle = profile.parts.idle / step
-    host = sum(one.host_seconds for one in profile.operators)
+    host = sum(one.host_seconds for one in facts.operators)
     rate = facts.cpu_flops_per_second or ANY_CPUS_FLOPS_PER_SECOND
     if idle < IDLE_SHARE or CLEARLY_FASTER * (profile.flops / (0.25 * rate) + 0.5 * host) > step:
         return None
@@ -181,7 +175,6 @@ def slower_on_gpu(facts: Facts) -> Seen | None:
         remedy="a larger batch, CUDA graphs (torch.compile(mode='reduce-overhead')), or the CPU",
         certain=False,
         fault=True,
-        cost_seconds=None,
         lines=where(facts.lines_calling("to", "cuda")),
         unknown="the script was not timed on the CPU",
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flatout.diagnose.model_facts import ModelFacts
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.profiling.profile import Profile
+from flatout.profiling.profile import OperatorRow, Profile
 from flatout.script.behaviour_seen import Behaviour, SourceLine
 from flatout.script.epochs import EpochStarts
 from flatout.script.growth import Growth
@@ -16,6 +16,7 @@ from flatout.script.source_facts import SourceFacts
 
 CHANGING_SHAPES = 4
 """Of the inputs in a window of steps."""
+_NOTHING_SEEN = Behaviour(steps=0, seconds=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,15 @@ class Facts:
         return self.device.startswith("cuda")
 
     @property
+    def seen(self) -> Behaviour:
+        """The behaviour; one in which nothing was seen where the script was not watched."""
+        return self.behaviour if self.behaviour is not None else _NOTHING_SEEN
+
+    @property
+    def operators(self) -> tuple[OperatorRow, ...]:
+        return self.profile.operators if self.profile is not None else ()
+
+    @property
     def step_seconds(self) -> float | None:
         """The median of steps that nothing slowed down."""
         if self.profile is not None and self.profile.best_step_seconds is not None:
@@ -80,8 +90,7 @@ class Facts:
     @property
     def whole_step_seconds(self) -> float | None:
         """A step with its share of everything between steps, from the window in which the script was followed."""
-        seen = self.behaviour
-        return seen.seconds / seen.steps if seen is not None and seen.steps and seen.seconds else None
+        return self.seen.seconds / self.seen.steps if self.seen.steps and self.seen.seconds else None
 
     def part_seconds(self, part: str) -> float | None:
         """Seconds of a step spent in a part ('data', 'other', ...); None where they were not measured."""
@@ -107,10 +116,6 @@ class Facts:
         """Of a line of the script that the profile names; '' where it names it not."""
         rows = self.profile.lines if self.profile is not None else ()
         return next((row.text for row in rows if (row.file, row.line) == (file, line)), "")
-
-    def lines_setting(self, attribute: str) -> tuple[SourceLine, ...]:
-        """Lines of the script that assign to this attribute: 'cudnn.benchmark'."""
-        return () if self.source is None else self.source.lines_setting(attribute)
 
     def lines_calling(self, *names: str, in_training_loop: bool = False) -> tuple[SourceLine, ...]:
         """Lines of the script with a call of one of these: 'clip_grad_norm_', 'torch.save'."""

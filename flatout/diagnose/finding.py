@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from flatout.decoding import decode
+from flatout.script.behaviour_seen import SourceLine
 
 Severity = Literal["note", "warning", "unusable"]
 Confidence = Literal["certain", "likely"]
-SourceLine = tuple[str, int, str]
-"""(file, line number, text of the line): ('train.py', 41, 'loss.backward()')."""
 
 
 @dataclass(frozen=True, kw_only=True)

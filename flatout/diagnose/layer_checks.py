@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import math
 
 from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import CHANGING_SHAPES, Facts
-from flatout.profiling.profile import OperatorRow
+from flatout.profiling.profile import OperatorRow, sizes_in
 from flatout.script.behaviour_seen import SourceLine
 from flatout.units import format_bytes, format_seconds
 
@@ -27,11 +27,10 @@ BYTES_OF_FP32 = 4
     if_wrong="results differ by rounding; layers that know no such format convert their inputs",
 )
 def channels_last_missing(facts: Facts) -> Seen | None:
-    timed = facts.behaviour.channels_last if facts.behaviour is not None else None
-    seen, profile = facts.observed, facts.profile
-    if timed is None or seen is None or profile is None or any(one.channels_last for one in seen.modules):
+    timed, seen = facts.seen.channels_last, facts.observed
+    if timed is None or seen is None or any(one.channels_last for one in seen.modules):
         return None
-    rows = [one for one in profile.operators if one.operator_class == "convolution"]
+    rows = [one for one in facts.operators if one.operator_class == "convolution"]
     seconds = sum(one.seconds for one in rows)
     share = facts.share(seconds) or 0.0
     if share < CONVOLUTION_SHARE or timed.low_ratio <= 1:
@@ -48,7 +47,6 @@ def channels_last_missing(facts: Facts) -> Seen | None:
         remedy="model.to(memory_format=torch.channels_last), and the same for the inputs",
         certain=False,
         cost_seconds=saved,
-        cost_share=facts.share(saved),
         lines=where(_lines_of(rows)),
         command=facts.tune,
         plan={"memory_format": "channels_last"},
@@ -61,17 +59,15 @@ def channels_last_missing(facts: Facts) -> Seen | None:
     if_wrong="the algorithms chosen by rule may be slower than those found by search",
 )
 def cudnn_benchmark_changing_shapes(facts: Facts) -> Seen | None:
-    seen, behaviour = facts.observed, facts.behaviour
-    if seen is None or behaviour is None or not facts.on_gpu or not seen.cudnn_benchmark:
-        return None
-    if behaviour.batch_shapes < CHANGING_SHAPES:
+    seen, behaviour = facts.observed, facts.seen
+    if seen is None or not facts.on_gpu or not seen.cudnn_benchmark or behaviour.batch_shapes < CHANGING_SHAPES:
         return None
     return Seen(
         title=f"cudnn.benchmark is on, and inputs had {behaviour.batch_shapes} shapes",
         evidence=f"such as {', '.join(behaviour.example_shapes[:3])}, in {behaviour.steps} steps",
         remedy="pad inputs to a few shapes, or leave torch.backends.cudnn.benchmark off",
         fault=True,
-        lines=where(facts.lines_setting("cudnn.benchmark")),
+        lines=where(facts.source.lines_setting("cudnn.benchmark") if facts.source is not None else ()),
         unknown="it was not timed without",
         command=facts.tune,
     )
@@ -84,22 +80,20 @@ def cudnn_benchmark_changing_shapes(facts: Facts) -> Seen | None:
     if_wrong="the chunked loss saves memory, and rarely time",
 )
 def huge_softmax(facts: Facts) -> Seen | None:
-    if facts.profile is None:
-        return None
     rows = [
         one
-        for one in facts.profile.operators
-        if one.operator_class == "softmax" and "log_softmax" in one.name and _last_size(one.shapes) >= WIDE
+        for one in facts.operators
+        if one.operator_class == "softmax" and "log_softmax" in one.name and _scores(one)[-1] >= WIDE
     ]
     if not rows:
         return None
     seconds = sum(one.seconds for one in rows)
-    size_bytes = 2 * BYTES_OF_FP32 * max(map(_numbers, (one.shapes for one in rows)))
+    size_bytes = 2 * BYTES_OF_FP32 * max(math.prod(_scores(one)) for one in rows)
     share = facts.share(seconds) or 0.0
     if size_bytes < WIDE_BYTES and share < SOFTMAX_SHARE:
         return None
     return Seen(
-        title=f"softmax over {_last_size(rows[0].shapes):,} values takes {share:.0%} of a step",
+        title=f"softmax over {_scores(rows[0])[-1]:,} values takes {share:.0%} of a step",
         evidence=f"{rows[0].name} of {rows[0].shapes}; two copies of the scores are {format_bytes(size_bytes)}",
         remedy="flatout.linear_cross_entropy, which never holds all scores; or an adaptive softmax",
         certain=False,
@@ -120,15 +114,13 @@ def huge_softmax(facts: Facts) -> Seen | None:
 def unfused_attention(facts: Facts) -> Seen | None:
     seen, profile = facts.observed, facts.profile
     kinds = {one.attention_by_hand for one in seen.modules if one.attention_by_hand} if seen is not None else set()
-    if seen is None or profile is None or not kinds:
+    if profile is None or not kinds:
         return None
     modules = [one for one in profile.modules if one.kind in kinds]
     whole = facts.share(sum(one.seconds for one in modules)) or 0.0
     paths = tuple(one.path for one in modules)
     inside = [
-        one
-        for one in profile.operators
-        if any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
+        one for one in facts.operators if any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
     ]
     if any(TORCHS_ATTENTION in one.name for one in inside):
         return None
@@ -146,7 +138,6 @@ def unfused_attention(facts: Facts) -> Seen | None:
         remedy="torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
         certain=False,
         cost_seconds=cost,
-        cost_share=share,
         lines=where(facts.lines_calling("softmax"), _lines_of(rows)),
         command=facts.tune,
         plan={"attention": "fused"},
@@ -177,18 +168,9 @@ def hand_written_layer(facts: Facts) -> Seen | None:
     return None
 
 
-def _last_size(shapes: str) -> int:
-    """Of the first shape in '[64, 50257]'; 0 where there is none."""
-    found = re.match(r"\[([\d, ]+)\]", shapes)
-    return int(found[1].split(",")[-1]) if found else 0
-
-
-def _numbers(shapes: str) -> int:
-    found = re.match(r"\[([\d, ]+)\]", shapes)
-    count = 1
-    for size in found[1].split(",") if found else ():
-        count *= int(size)
-    return count
+def _scores(row: OperatorRow) -> list[int]:
+    """Their shape: what a softmax takes first."""
+    return next(iter(sizes_in(row.shapes)), [0])
 
 
 def _lines_of(rows: list[OperatorRow]) -> list[SourceLine]:

@@ -39,9 +39,7 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
     if_wrong="a run is stopped that would have learned later",
 )
 def loss_not_falling(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None:
-        return None
+    seen = facts.seen
     if seen.broadcast_losses:
         return _broadcast(seen.broadcast_losses)
     may_rise = (
@@ -71,7 +69,7 @@ def loss_not_falling(facts: Facts) -> Seen | None:
     if_wrong="the model learns faster, and what reads its outputs as probabilities needs the softmax there",
 )
 def softmax_before_cross_entropy(facts: Facts) -> Seen | None:
-    for one in facts.behaviour.backwards if facts.behaviour is not None else ():
+    for one in facts.seen.backwards:
         if one.softmax_twice < LEAST_GRAPHS or one.softmax_twice < one.graphs:
             continue
         softmaxes = facts.lines_calling("softmax", "Softmax")
@@ -184,7 +182,7 @@ def trend(values: Sequence[float]) -> float:
     if_wrong="normalisation or another activation changes a network that trained",
 )
 def vanishing_gradients(facts: Facts) -> Seen | None:
-    for one in facts.behaviour.gradients if facts.behaviour is not None else ():
+    for one in facts.seen.gradients:
         found = _vanished(one)
         if found:
             first, largest = found[0], max(map(_middle, one.layers))
@@ -200,7 +198,7 @@ def vanishing_gradients(facts: Facts) -> Seen | None:
                 certain=False,
                 lines=where(
                     facts.lines_calling("sigmoid", "Sigmoid", "tanh", "Tanh")
-                    or [back.line for back in (facts.behaviour.backwards if facts.behaviour is not None else ())]
+                    or [back.line for back in facts.seen.backwards]
                 ),
                 unknown=CHANGES_LEARNING,
             )
@@ -233,9 +231,8 @@ def _vanished(seen: GradientsSeen) -> list[LayerGradients]:
     if_wrong="clipping makes steps shorter that were right",
 )
 def exploding_gradients(facts: Facts) -> Seen | None:
-    behaviour = facts.behaviour
-    for one in behaviour.gradients if behaviour is not None else ():
-        assert behaviour is not None
+    behaviour = facts.seen
+    for one in behaviour.gradients:
         why = _exploded(one, behaviour.losses, scaler=behaviour.scaler, clipped=bool(behaviour.clips))
         if why:
             return Seen(

@@ -6,7 +6,7 @@ import itertools
 
 from flatout.diagnose.check import Seen, check, where
 from flatout.diagnose.facts import CHANGING_SHAPES, Facts
-from flatout.diagnose.finding import SourceLine
+from flatout.script.behaviour_seen import SourceLine
 from flatout.units import format_bytes, format_seconds
 
 GROWTH_LIMIT_BYTES_PER_HOUR = 1 << 30
@@ -70,11 +70,9 @@ def memory_leak(facts: Facts) -> Seen | None:
 
 
 def _growing_tensors(facts: Facts) -> Seen | None:
-    seen, source, step = facts.behaviour, facts.source, facts.step_seconds
-    if seen is None or source is None or step is None:
-        return None
-    rises = [after - before for before, after in itertools.pairwise(seen.live_bytes[1:])]  # the first step fills caches
-    if len(rises) < LEAST_RISES:
+    source, step, sizes = facts.source, facts.step_seconds, facts.seen.live_bytes[1:]  # the first step fills caches
+    rises = [after - before for before, after in itertools.pairwise(sizes)]
+    if source is None or step is None or len(rises) < LEAST_RISES:
         return None
     middle = sorted(rises)[len(rises) // 2]
     steady = all(abs(rise - middle) <= ALIKE * middle for rise in rises)
@@ -107,8 +105,8 @@ def _kept_lines(facts: Facts, *, with_graph: bool = False) -> tuple[SourceLine, 
     if_wrong="a later backward pass through the kept value raises an error at once",
 )
 def graph_kept_by_logging(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None or seen.kept_steps < LEAST_KEPT:
+    seen = facts.seen
+    if seen.kept_steps < LEAST_KEPT:
         return None
     size = seen.kept_bytes_per_step
     return Seen(
@@ -131,8 +129,8 @@ def graph_kept_by_logging(facts: Facts) -> Seen | None:
     if_wrong="the process keeps memory that others could use",
 )
 def allocator_churn(facts: Facts) -> Seen | None:
-    seen, behaviour, step = facts.observed, facts.behaviour, facts.step_seconds
-    if behaviour is None or step is None:
+    seen, behaviour, step = facts.observed, facts.seen, facts.step_seconds
+    if step is None:
         return None
     if facts.on_gpu:
         asked = behaviour.device_allocations
@@ -160,7 +158,6 @@ def allocator_churn(facts: Facts) -> Seen | None:
         remedy="an allocator that keeps memory: let a plan set it, or preload jemalloc or tcmalloc; reuse buffers",
         certain=False,
         cost_seconds=cost,
-        cost_share=cost / step,
         command=facts.tune,
         plan={"allocator": "retain"},
     )
@@ -172,12 +169,13 @@ def allocator_churn(facts: Facts) -> Seen | None:
     if_wrong="training runs out of memory at once",
 )
 def costly_checkpointing(facts: Facts) -> Seen | None:
-    seen, profile, machine = facts.behaviour, facts.profile, facts.machine
-    cost = seen.recomputed_seconds if seen is not None else None
+    profile, machine, cost = facts.profile, facts.machine, facts.seen.recomputed_seconds
     share = facts.share(cost)
-    if seen is None or share is None or share < RECOMPUTED_SHARE or machine is None:
+    if share is None or share < RECOMPUTED_SHARE or machine is None:
         return None
-    peak = seen.allocated_bytes if facts.on_gpu else (profile.peak_resident_bytes if profile is not None else None)
+    peak = (
+        facts.seen.allocated_bytes if facts.on_gpu else (profile.peak_resident_bytes if profile is not None else None)
+    )
     gpu = machine.gpu(facts.device) if facts.on_gpu else None
     total = (gpu.memory_total_bytes if gpu is not None else None) if facts.on_gpu else machine.memory_total_bytes
     if peak is None or total is None or ROOMY * peak > total:
@@ -188,7 +186,6 @@ def costly_checkpointing(facts: Facts) -> Seen | None:
         f"{format_bytes(peak)} of {format_bytes(total)}",
         remedy="leave it out, or checkpoint fewer blocks: flatout.forecast says what fits",
         cost_seconds=cost,
-        cost_share=share,
         lines=where(facts.lines_calling("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable")),
     )
 
@@ -200,11 +197,9 @@ def costly_checkpointing(facts: Facts) -> Seen | None:
     always_note=True,
 )
 def reserved_unused(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None or not seen.reserved_bytes or seen.allocated_bytes is None:
-        return None
-    if seen.batch_shapes >= CHANGING_SHAPES:
-        return None  # a larger input may need it again
+    seen = facts.seen
+    if not seen.reserved_bytes or seen.allocated_bytes is None or seen.batch_shapes >= CHANGING_SHAPES:
+        return None  # with shapes that change, a larger input may need it again
     unused = seen.reserved_bytes - seen.allocated_bytes
     if unused < LEAST_RESERVED or unused < RESERVED_SHARE * seen.reserved_bytes:
         return None

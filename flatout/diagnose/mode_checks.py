@@ -22,13 +22,9 @@ RANDOM = (
 UNTIMED = "it was not timed without"
 
 
-def _forwards(facts: Facts) -> tuple[ForwardSeen, ...]:
-    return facts.behaviour.forwards if facts.behaviour is not None else ()
-
-
 def _trains(facts: Facts, module: str) -> list[ForwardSeen]:
     """Calls of it whose graph a backward pass used."""
-    return [one for one in _forwards(facts) if one.module == module and one.used and one.updated]
+    return [one for one in facts.seen.forwards if one.module == module and one.used and one.updated]
 
 
 @check(
@@ -38,7 +34,7 @@ def _trains(facts: Facts, module: str) -> list[ForwardSeen]:
     if_wrong="a backward pass through a forward under no_grad raises an error at once",
 )
 def evaluation_with_grad(facts: Facts) -> Seen | None:
-    for one in _forwards(facts):
+    for one in facts.seen.forwards:
         if not one.grad or one.used or one.unused < LEAST_CALLS or one.longest_run < LEAST_CALLS or not one.updated:
             continue
         if not any(
@@ -65,31 +61,25 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
 )
 def evaluation_in_train_mode(facts: Facts) -> Seen | None:
-    for one in _forwards(facts):
+    for one in facts.seen.forwards:
         if not one.training or not one.mode_layers or one.used or one.calls < LEAST_CALLS or one.recalibrates:
             continue
         trained = sum(other.used for other in _trains(facts, one.module) if other.line[:2] != one.line[:2])
         in_a_row, rarely = one.longest_run >= LEAST_CALLS, not one.grad and RARELY * one.calls <= trained
         if not one.updated or not trained or not (in_a_row or rarely):
             continue
-        steps = facts.behaviour.steps if facts.behaviour is not None else trained
+        often = f"up to {one.longest_run} in a row" if in_a_row else f"one in {trained // one.calls} training calls"
         return Seen(
             title=f"{one.module} is evaluated in training mode",
-            evidence=f"{one.calls} calls without a backward pass, {_how_often(one, trained)}, with "
+            evidence=f"{one.calls} calls without a backward pass, {often}, with "
             f"{', '.join(one.mode_layers)} in training mode",
             remedy="model.eval() before evaluation, model.train() after it",
             fault=True,
-            certain=in_a_row and one.calls < ALTERNATING * min(trained, steps) * one.longest_run,
+            certain=in_a_row and one.calls < ALTERNATING * min(trained, facts.seen.steps) * one.longest_run,
             lines=where(one.line),
             unknown="it changes results, not the time",
         )
     return None
-
-
-def _how_often(one: ForwardSeen, trained: int) -> str:
-    if one.longest_run >= LEAST_CALLS:
-        return f"up to {one.longest_run} in a row"
-    return f"one in {trained // one.calls} training calls"
 
 
 @check(
@@ -99,7 +89,7 @@ def _how_often(one: ForwardSeen, trained: int) -> str:
     if_wrong="statistics that were frozen on purpose change",
 )
 def training_in_eval_mode(facts: Facts) -> Seen | None:
-    for one in _forwards(facts):
+    for one in facts.seen.forwards:
         if one.training or not one.grad or one.used < LEAST_CALLS or not one.mode_layers or not one.updated:
             continue
         if any(other.training and other.line[:2] != one.line[:2] for other in _trains(facts, one.module)):
@@ -124,9 +114,9 @@ def training_in_eval_mode(facts: Facts) -> Seen | None:
     if_wrong="a layer is moved to __init__",
 )
 def modules_made_in_forward(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    made = [one for one in seen.made_in_forward if one.steps >= LEAST_CALLS] if seen is not None else []
-    if seen is None or not made:
+    seen = facts.seen
+    made = [one for one in seen.made_in_forward if one.steps >= LEAST_CALLS]
+    if not made:
         return None
     times = [one for one in seen.times if one.line[:2] in {other.line[:2] for other in made}]
     seconds = sum(one.seconds for one in times)
@@ -137,7 +127,6 @@ def modules_made_in_forward(facts: Facts) -> Seen | None:
         remedy="make it in __init__",
         fault=True,
         cost_seconds=seconds or None,
-        cost_share=facts.share(seconds or None),
         lines=where([one.line for one in made]),
         unknown="" if seconds else "samples of the stack did not meet the line",
     )
@@ -149,7 +138,7 @@ def modules_made_in_forward(facts: Facts) -> Seen | None:
     if_wrong="the next NaN is reported without the line that made it",
 )
 def anomaly_mode(facts: Facts) -> Seen | None:
-    if facts.behaviour is None or not facts.behaviour.anomaly:
+    if not facts.seen.anomaly:
         return None
     return Seen(
         title="anomaly detection is on",
@@ -189,8 +178,8 @@ def debug_mode(facts: Facts) -> Seen | None:
 
 def _finite_checks(facts: Facts) -> Seen | None:
     """By what the lines that make them call, such as `assert torch.isfinite(x).all()` in a hook of every module."""
-    profile, seen = facts.profile, facts.behaviour
-    if profile is None or not profile.operator_calls or seen is None or seen.anomaly:  # that mode makes such checks too
+    profile = facts.profile
+    if profile is None or not profile.operator_calls or facts.seen.anomaly:  # that mode makes such checks too
         return None
     checks = [row for row in profile.operators if row.name in FINITE and row.line]
     lines, calls = {row.line for row in checks}, sum(row.calls for row in checks)
@@ -205,7 +194,6 @@ def _finite_checks(facts: Facts) -> Seen | None:
         remedy="check the loss alone, or once in a while: flatout.Plan(nonfinite='raise') checks the gradient's norm",
         certain=False,
         cost_seconds=cost,
-        cost_share=share,
         lines=where([known for line in sorted(lines) if (known := source_line(line)) is not None]),
     )
 
@@ -217,8 +205,8 @@ def _finite_checks(facts: Facts) -> Seen | None:
     always_note=True,
 )
 def no_seed(facts: Facts) -> Seen | None:
-    seen, source = facts.behaviour, facts.source
-    if seen is None or source is None or seen.seeded is not False or source.mentions("seed") or not source.calls:
+    source = facts.source
+    if source is None or facts.seen.seeded is not False or source.mentions("seed") or not source.calls:
         return None
     return Seen(
         title="no seed is set",

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from flatout.diagnose.check import Check, Seen, check, where
 from flatout.diagnose.facts import Facts
-from flatout.diagnose.finding import SourceLine
+from flatout.script.behaviour_seen import SourceLine
 
 LEAST_CONVOLUTIONS = 3
 MOST_NAMED = 3

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from flatout.decoding import decode
-from flatout.diagnose.finding import SourceLine
+from flatout.script.behaviour_seen import SourceLine
 from flatout.script.source_facts import LayerFact
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 
 from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
 from flatout.precision.recurrent import MOST_ERROR
+from flatout.profiling.profile import sizes_in
 from flatout.units import format_seconds
 
 PRODUCTS = ("matmul", "convolution")
@@ -27,8 +27,8 @@ LEAST_DENORMAL_COST = 0.05
     if_wrong="results differ by rounding: `flatout tune` compares losses and gradients before it keeps the change",
 )
 def fp32_matmul(facts: Facts) -> Seen | None:
-    seen, profile, machine = facts.observed, facts.profile, facts.machine
-    if seen is None or profile is None or machine is None or seen.autocast_in_script or facts.step_seconds is None:
+    seen, machine = facts.observed, facts.machine
+    if seen is None or machine is None or seen.autocast_in_script or facts.step_seconds is None:
         return None
     ceilings = seen.ceilings(machine)
     if ceilings is None or (facts.on_gpu and seen.matmul_precision != "highest"):
@@ -38,7 +38,7 @@ def fp32_matmul(facts: Facts) -> Seen | None:
     if "fp32" not in peaks or fast not in peaks or fast not in (*machine.fast_dtypes, *machine.cpu.fast_dtypes):
         return None
     products = PRODUCTS if fast == "bf16" else ("matmul",)
-    rows = [one for one in profile.operators if one.operator_class in products and one.dtype == "float32"]
+    rows = [one for one in facts.operators if one.operator_class in products and one.dtype == "float32"]
     # Small products take longer than their operations: what they wait for takes as long in another format.
     peak = peaks["fp32"].value
     seconds = sum(one.seconds if one.flops is None else min(one.seconds, one.flops / peak) for one in rows)
@@ -56,7 +56,6 @@ def fp32_matmul(facts: Facts) -> Seen | None:
         else "torch.autocast(..., dtype=bfloat16)",
         certain=False,
         cost_seconds=saved,
-        cost_share=saved / facts.step_seconds,
         lines=where([line for one in rows if (line := source_line(one.line)) is not None]),
         command=facts.tune,
         plan={"matmul_precision": "high"} if fast == "tf32" else {"precision": "bf16"},
@@ -69,10 +68,10 @@ def fp32_matmul(facts: Facts) -> Seen | None:
     if_wrong="a few extra rows of weights",
 )
 def unaligned_shapes(facts: Facts) -> Seen | None:
-    if facts.profile is None or not facts.on_gpu:
+    if not facts.on_gpu:
         return None
-    rows = [one for one in facts.profile.operators if one.operator_class == "matmul" and _is_unaligned(one.shapes)]
-    rows = [one for one in rows if one.dtype in ("float16", "bfloat16")]
+    half = [one for one in facts.operators if one.dtype in ("float16", "bfloat16")]
+    rows = [one for one in half if one.operator_class == "matmul" and _is_unaligned(one.shapes)]
     seconds = sum(one.seconds for one in rows)
     share = facts.share(seconds)
     if share is None or share < UNALIGNED_SHARE:
@@ -91,11 +90,7 @@ def unaligned_shapes(facts: Facts) -> Seen | None:
 
 def _is_unaligned(shapes: str) -> bool:
     """Of '[64, 128] [128, 50257]': the last two sizes of each, without vectors."""
-    for shape in re.findall(r"\[([\d, ]+)\]", shapes):
-        sizes = [int(one) for one in shape.split(",")]
-        if len(sizes) >= 2 and any(size > MULTIPLE and size % MULTIPLE for size in sizes[-2:]):
-            return True
-    return False
+    return any(size > MULTIPLE and size % MULTIPLE for one in sizes_in(shapes) if len(one) > 1 for size in one[-2:])
 
 
 @check(
@@ -105,8 +100,8 @@ def _is_unaligned(shapes: str) -> bool:
     if_wrong="an extra scaler, which changes nothing where no gradient underflows",
 )
 def fp16_without_scaler(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None or seen.autocast_dtype != "float16" or seen.scaler or not seen.backwards:
+    seen = facts.seen
+    if seen.autocast_dtype != "float16" or seen.scaler or not seen.backwards:
         return None
     if any(one.scaled for one in seen.backwards) or (facts.source is not None and facts.source.mentions("loss_scale")):
         return None
@@ -128,10 +123,7 @@ def fp16_without_scaler(facts: Facts) -> Seen | None:
     if_wrong="fp32 weights take twice the memory",
 )
 def half_weights(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None:
-        return None
-    lost = seen.unchanged_share
+    seen, lost = facts.seen, facts.seen.unchanged_share
     half = "float16" in seen.optimizer_dtypes
     brain = (
         "bfloat16" in seen.optimizer_dtypes and lost is not None and lost >= LOST_SHARE and seen.weights_move is True
@@ -158,8 +150,8 @@ def half_weights(facts: Facts) -> Seen | None:
     if_wrong="the layer runs in fp32, which takes longer",
 )
 def wrong_lstm_gradients(facts: Facts) -> Seen | None:
-    seen, observed = facts.behaviour, facts.observed
-    if seen is None or (facts.planned and (observed is None or not observed.autocast_in_script)):
+    seen, observed = facts.seen, facts.observed
+    if facts.planned and (observed is None or not observed.autocast_in_script):
         return None  # autocast by a plan runs such layers in fp32
     wrong = [one for one in seen.recurrent if one.gradient_error > MOST_ERROR]
     if not wrong:
@@ -189,7 +181,7 @@ def denormals(facts: Facts) -> Seen | None:
     seen = facts.observed
     if seen is None or seen.device != "cpu" or seen.flush_denormals:
         return None
-    known = facts.behaviour if facts.behaviour is not None and facts.behaviour.denormal_share is not None else seen
+    known = facts.seen if facts.seen.denormal_share is not None else seen
     share, slowdown = known.denormal_share or 0.0, known.denormal_slowdown or 1.0
     added = share * (slowdown - 1)
     cost_share = added / (1 + added)
@@ -203,7 +195,7 @@ def denormals(facts: Facts) -> Seen | None:
         cost_seconds=cost_share * step if step is not None and math.isfinite(step) else None,
         cost_share=cost_share,
         certain=False,
-        lines=where(facts.behaviour.denormal_lines if facts.behaviour is not None else ()),
+        lines=where(facts.seen.denormal_lines),
         command=facts.tune,
         plan={"flush_denormals": True},
     )

@@ -23,9 +23,8 @@ from flatout.plan import Plan
 from flatout.script.describe import breakdown
 from flatout.script.device_calls import device_name
 from flatout.script.entry import Target
-from flatout.script.epoch_progress import NO_LOADER, TOO_EARLY, Epoch, Progress, progress
-from flatout.script.run_record import RunRecord, on_monotonic
-from flatout.script.runner import Runner
+from flatout.script.epochs import NO_LOADER, TOO_EARLY, Epoch, Progress, progress
+from flatout.script.runner import Runner, RunRecord, on_monotonic
 from flatout.statistics import median
 
 MOST_POINTS = 120
@@ -119,13 +118,8 @@ class RunStates:
     ) -> None:
         """notes: what was said of the plan before the script started. command: the script, as a shell reads it."""
         self._ranks_folder = ranks_folder
-        self._name, self._runner, self._plan, self._notes, self._command = (
-            target.name,
-            runner,
-            plan,
-            tuple(notes),
-            command,
-        )
+        self._name, self._runner, self._plan = target.name, runner, plan
+        self._notes, self._command = tuple(notes), command
         self._pid = os.getpid()
         self._process_started, self._pid_namespace = process_started(self._pid), pid_namespace()
         self._visible_devices = environment.visible_cuda_devices()
@@ -133,7 +127,8 @@ class RunStates:
         self._findings: tuple[Finding, ...] = ()
         self._next_findings = 0.0
         self._rows = 0
-        self._progress = _no_progress()
+        unknown = {"epoch_unknown_because": NO_LOADER, "samples_unknown_because": NO_LOADER}
+        self._progress = Progress(epoch=None, samples_per_step=None, **unknown)
 
     def now(self, *, status: int | None = None, ended: bool = False) -> RunState:
         """In the script's own thread, between two steps."""
@@ -223,12 +218,6 @@ class RunStates:
         )
         planned = self._plan is not None
         return check_facts(Facts(command=self._command, planned=planned, observed=observed, run=run))
-
-
-def _no_progress() -> Progress:
-    return Progress(
-        epoch=None, epoch_unknown_because=NO_LOADER, samples_per_step=None, samples_unknown_because=NO_LOADER
-    )
 
 
 def _thinned(values: Sequence[T]) -> tuple[T, ...]:

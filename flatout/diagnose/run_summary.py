@@ -21,8 +21,7 @@ from flatout.script.describe import observe
 from flatout.script.entry import Target
 from flatout.script.memory_death import MemoryDeath, inspect_death
 from flatout.script.process_record import Others, Place, ProcessRecord, in_order, place_now, process_record
-from flatout.script.run_record import RunRecord
-from flatout.script.runner import Runner
+from flatout.script.runner import Runner, RunRecord
 from flatout.timing import Load
 
 
@@ -124,7 +123,7 @@ def summarise(
         wall_seconds=wall,
         began=began,
         cpu_seconds=times.user + times.system - times_before.user - times_before.system,
-        children_cpu_seconds=_of_children(times) - _of_children(times_before),
+        children_cpu_seconds=sum(times[2:4]) - sum(times_before[2:4]),
         peak_resident_bytes=peak_resident_bytes(),
         record=record,
         observed=observed,
@@ -142,10 +141,6 @@ def summarise(
         death=_death(runner),
         processes=processes,
     )
-
-
-def _of_children(times: os.times_result) -> float:
-    return times.children_user + times.children_system
 
 
 def _processes(runner: Runner, others: Others, *, started_at: float) -> tuple[ProcessRecord, ...]:

@@ -106,7 +106,6 @@ def python_time(facts: Facts) -> Seen | None:
         title=f"much of a step is spent outside the model, data loading and optimizer: {share:.0%} of a step",
         evidence=f"{format_seconds(seconds)} of {format_seconds(step)} a step",
         cost_seconds=seconds,
-        cost_share=share,
         certain=facts.profile is None,
         remedy="look at what the loop itself does every step",
         command=facts.tune,
@@ -136,7 +135,7 @@ def _own_python(facts: Facts) -> Seen | None:
         operators[row.line] = seconds + row.host_seconds, calls + row.calls
         by_element[row.line] += int(row.calls) if row.name in ELEMENT_OPERATORS else 0
     lines: dict[tuple[str, int], tuple[LineTime, float]] = {}
-    for one in facts.behaviour.times if facts.behaviour is not None else ():
+    for one in facts.seen.times:
         if one.activity != "script" or _kind(facts, one) != "script" or one.samples < LEAST_SAMPLES:
             continue
         place = f"{one.line[0]}:{one.line[1]}"
@@ -163,12 +162,10 @@ def _own_python(facts: Facts) -> Seen | None:
 
 def _loss_by_loss(facts: Facts) -> Seen | None:
     """A loss of each sample, or of each position, by itself."""
-    seen, whole = facts.behaviour, facts.whole_step_seconds
-    if seen is None or not whole:
-        return None
+    seen, whole = facts.seen, facts.whole_step_seconds
     losses = [one for one in seen.forwards if one.grad and one.module.endswith("Loss")]
     often = max(losses, key=lambda one: one.seconds, default=None)
-    if often is None or often.calls < MANY_LOSSES * seen.steps:
+    if not whole or often is None or often.calls < MANY_LOSSES * seen.steps:
         return None
     calls = often.calls / seen.steps
     cost = often.seconds / seen.steps * (1 - 1 / calls)
@@ -186,8 +183,7 @@ def _loss_by_loss(facts: Facts) -> Seen | None:
 
 
 def _spent(facts: Facts, kind: Kind, what: str, remedy: str) -> Seen | None:
-    seen, whole = facts.behaviour, facts.whole_step_seconds
-    times = [one for one in seen.times if _kind(facts, one) == kind] if seen is not None else []
+    whole, times = facts.whole_step_seconds, [one for one in facts.seen.times if _kind(facts, one) == kind]
     cost, low = sum(one.seconds for one in times), sum(one.low_share for one in times)
     if not times or not whole or low < LEAST_SHARE or sum(one.samples for one in times) < LEAST_SAMPLES:
         return None

@@ -24,7 +24,7 @@ OPTIMIZERS = (
     if_wrong="one extra call",
 )
 def clip_before_unscale(facts: Facts) -> Seen | None:
-    for clip in facts.behaviour.clips if facts.behaviour is not None else ():
+    for clip in facts.seen.clips:
         if clip.before_unscale >= LEAST_STEPS and clip.before_unscale >= NEARLY_ALL * clip.steps:
             return Seen(
                 title="gradients are clipped before they are unscaled",
@@ -44,7 +44,7 @@ def clip_before_unscale(facts: Facts) -> Seen | None:
     if_wrong="one extra clip per step",
 )
 def clip_before_backward(facts: Facts) -> Seen | None:
-    for clip in facts.behaviour.clips if facts.behaviour is not None else ():
+    for clip in facts.seen.clips:
         if clip.before_backward >= LEAST_STEPS and clip.before_backward >= NEARLY_ALL * clip.steps:
             return Seen(
                 title="gradients are clipped before the backward pass",
@@ -65,9 +65,9 @@ def clip_before_backward(facts: Facts) -> Seen | None:
     if_wrong="gradients are cleared that were meant to be summed over optimizer steps",
 )
 def missing_zero_grad(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    steps = seen.accumulated_steps + seen.zeroed_steps if seen is not None else 0
-    if seen is None or seen.accumulated_steps < LEAST_STEPS or seen.accumulated_steps < NEARLY_ALL * steps:
+    seen = facts.seen
+    steps = seen.accumulated_steps + seen.zeroed_steps
+    if seen.accumulated_steps < LEAST_STEPS or seen.accumulated_steps < NEARLY_ALL * steps:
         return None
     return Seen(
         title="gradients are never cleared" if not seen.zeroed_steps else "gradients are cleared in few steps only",
@@ -88,9 +88,7 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
     if_wrong="the schedule begins one step later",
 )
 def scheduler_order(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None:
-        return None
+    seen = facts.seen
     before = {
         scheduler[:2]: optimizer for scheduler, optimizer in (facts.source.scheduler_first if facts.source else ())
     }
@@ -98,44 +96,46 @@ def scheduler_order(facts: Facts) -> Seen | None:
         between = one.between >= LEAST_STEPS and one.between >= NEARLY_ALL * one.calls
         optimizer = before.get(one.line[:2])
         if between or (optimizer is not None and one.calls >= LEAST_STEPS):
-            return Seen(
-                title="the scheduler steps before the optimizer",
-                evidence=f"{one.calls} calls at {one.line[0]}:{one.line[1]}, "
-                + (f"{one.between} of them between backward and the optimizer's step" if between else "each before the "
-                   "optimizer's step of the same turn of the loop"),
-                remedy="optimizer.step() first, then scheduler.step()",
-                fault=True,
-                lines=where(one.line, optimizer),
-                unknown="it changes what is learned, not the time",
-            )  # fmt: skip
+            turn = "each before the optimizer's step of the same turn of the loop"
+            when = f"{one.between} of them between backward and the optimizer's step" if between else turn
+            return _scheduler_first(
+                f"{one.calls} calls at {one.line[0]}:{one.line[1]}, {when}",
+                "optimizer.step() first, then scheduler.step()",
+                where(one.line, optimizer),
+            )
     early = _first_in_epoch(facts)
     if early is not None:
         return early
     warned = [one for one in seen.schedulers if one.warned]
     if not warned or seen.scaler:
         return None
+    return _scheduler_first(
+        "torch has warned that the scheduler was called before the optimizer's first step",
+        "call scheduler.step() at the end of an epoch or step, not at its beginning",
+        where([one.line for one in warned]),
+    )
+
+
+def _scheduler_first(evidence: str, remedy: str, lines: tuple[SourceLine, ...]) -> Seen:
     return Seen(
         title="the scheduler steps before the optimizer",
-        evidence="torch has warned that the scheduler was called before the optimizer's first step",
-        remedy="call scheduler.step() at the end of an epoch or step, not at its beginning",
+        evidence=evidence,
+        remedy=remedy,
         fault=True,
-        lines=where([one.line for one in warned]),
+        lines=lines,
         unknown="it changes what is learned, not the time",
     )
 
 
 def _first_in_epoch(facts: Facts) -> Seen | None:
     """Torch warns of it too, unless the script has turned warnings off."""
-    called = {one.line[:2] for one in facts.behaviour.schedulers} if facts.behaviour is not None else set()
+    called = {one.line[:2] for one in facts.seen.schedulers}
     for early, steps in facts.source.scheduler_first_in_epoch if facts.source is not None else ():
         if early[:2] in called:
-            return Seen(
-                title="the scheduler steps before the optimizer",
-                evidence=f"{early[0]}:{early[1]} is called at the beginning of each epoch, also of the first one",
-                remedy="call scheduler.step() at the end of an epoch, not at its beginning",
-                fault=True,
-                lines=where(early, steps),
-                unknown="it changes what is learned, not the time",
+            return _scheduler_first(
+                f"{early[0]}:{early[1]} is called at the beginning of each epoch, also of the first one",
+                "call scheduler.step() at the end of an epoch, not at its beginning",
+                where(early, steps),
             )
     return None
 
@@ -147,9 +147,8 @@ def _first_in_epoch(facts: Facts) -> Seen | None:
     if_wrong="the learning rate changes as the schedule says",
 )
 def scheduler_never_steps(facts: Facts) -> Seen | None:
-    seen, source = facts.behaviour, facts.source
-    lines = source.unused_schedulers if source is not None else ()
-    for one in seen.idle_schedulers if seen is not None else ():
+    lines = facts.source.unused_schedulers if facts.source is not None else ()
+    for one in facts.seen.idle_schedulers:
         made = [line for line in lines if line[:2] in {found[:2] for found in facts.lines_calling(one.kind)}]
         if made and one.steps >= LEAST_STEPS:
             return Seen(
@@ -159,7 +158,7 @@ def scheduler_never_steps(facts: Facts) -> Seen | None:
                 remedy="scheduler.step() after each epoch, or after each step of the optimizer where the schedule "
                 "counts steps; or leave the scheduler out",
                 fault=True,
-                lines=where(made, seen.optimizer_lines if seen is not None else ()),
+                lines=where(made, facts.seen.optimizer_lines),
                 unknown="it changes what is learned, not the time",
             )
     return None
@@ -175,8 +174,8 @@ def scheduler_never_steps(facts: Facts) -> Seen | None:
     if_wrong="the learning rate has to be multiplied by the number of micro-batches",
 )
 def accumulation_not_averaged(facts: Facts) -> Seen | None:
-    seen, source = facts.behaviour, facts.source
-    if seen is None or source is None or len(seen.backwards) != 1 or source.loss_divided:
+    seen, source = facts.seen, facts.source
+    if source is None or len(seen.backwards) != 1 or source.loss_divided:
         return None
     one = seen.backwards[0]
     if one.per_step < LEAST_BACKWARDS or one.callers > 1 or one.scaled or one.reduction != "mean":
@@ -203,9 +202,8 @@ def accumulation_not_averaged(facts: Facts) -> Seen | None:
     if_wrong="parameters that were to stay as they are get trained: say requires_grad_(False) for those",
 )
 def parameters_not_in_optimizer(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    found = seen.outside_optimizer if seen is not None else None
-    if seen is None or found is None or seen.steps < LEAST_STEPS:
+    seen, found = facts.seen, facts.seen.outside_optimizer
+    if found is None or seen.steps < LEAST_STEPS:
         return None
     return Seen(
         title=f"{found.count:,} numbers{f' of {found.module}' if found.module else ''} get gradients, but no optimizer "
@@ -215,13 +213,9 @@ def parameters_not_in_optimizer(facts: Facts) -> Seen | None:
         remedy="pass them to the optimizer; or, if they are to stay, requires_grad_(False) saves their gradients",
         fault=True,
         certain=False,
-        lines=where(_made_optimizers(facts), seen.optimizer_lines),
+        lines=where(facts.lines_calling(*OPTIMIZERS), seen.optimizer_lines),
         unknown="it changes what is learned, and no step was timed without these gradients",
     )
-
-
-def _made_optimizers(facts: Facts) -> tuple[SourceLine, ...]:
-    return facts.lines_calling(*OPTIMIZERS)
 
 
 @check(
@@ -230,8 +224,8 @@ def _made_optimizers(facts: Facts) -> tuple[SourceLine, ...]:
     if_wrong="code that reads .grad between zero_grad and backward gets None",
 )
 def zero_grad_fills(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None or not seen.zero_grad_fills or seen.zero_grad_seconds is None:
+    seen = facts.seen
+    if not seen.zero_grad_fills or seen.zero_grad_seconds is None:
         return None
     share = facts.share(seen.zero_grad_seconds)
     if share is None or share < ZERO_SHARE:
@@ -242,7 +236,6 @@ def zero_grad_fills(facts: Facts) -> Seen | None:
         "instead of writing comes on top",
         remedy="optimizer.zero_grad(), whose default frees the gradients",
         cost_seconds=seen.zero_grad_seconds,
-        cost_share=share,
         lines=where(seen.zero_grad_line),
         command=facts.tune,
         plan={"zero_grad": "none"},
@@ -255,7 +248,7 @@ def zero_grad_fills(facts: Facts) -> Seen | None:
     if_wrong="a second backward pass through the same graph raises an error at once",
 )
 def needless_retain_graph(facts: Facts) -> Seen | None:
-    for one in facts.behaviour.backwards if facts.behaviour is not None else ():
+    for one in facts.seen.backwards:
         if one.retained >= LEAST_STEPS and not one.retained_needed:
             return Seen(
                 title="retain_graph=True is not needed",

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +33,10 @@ LENGTHS = "lengths"
 REMEDY = "name a file of inputs"
 
 
-class Array(Protocol):
-    """An array of numpy, or a tensor."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-    @property
-    def ndim(self) -> int: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, place: int | slice, /) -> object: ...
+    Array = NDArray[np.generic] | Tensor
 
 
 @dataclass(frozen=True)
@@ -103,12 +95,7 @@ def _of_arrays(arrays: Mapping[str, Array], path: Path) -> InputFile:
         limit = "an array has one row an input"
         raise UsageError(f"{path}: {shapes}", limit=limit, remedy=f"give a flat array of tokens {LENGTHS!r} beside it")
 
-    def begin(start: int) -> Iterator[object]:
-        for place in range(start, counts[names[0]]):
-            row = {name: _copied(arrays[name][place]) for name in names}
-            yield row[names[0]] if len(names) == 1 else row
-
-    return InputFile(counts[names[0]], begin)
+    return _rows({name: arrays[name] for name in names}, counts[names[0]], lambda place: place)
 
 
 def _ragged(arrays: Mapping[str, Array], lengths: NDArray[np.int64], path: Path) -> InputFile:
@@ -122,13 +109,18 @@ def _ragged(arrays: Mapping[str, Array], lengths: NDArray[np.int64], path: Path)
             raise UsageError(f"{path}: {name} holds {held} tokens", limit=f"{LENGTHS} add up to {total}")
     ends = np.cumsum(lengths, dtype=np.int64)
 
+    return _rows(arrays, len(lengths), lambda place: slice(int(ends[place] - lengths[place]), int(ends[place])))
+
+
+def _rows(arrays: Mapping[str, Array], count: int, part: Callable[[int], int | slice]) -> InputFile:
+    """part: where each array holds an input."""
+
     def begin(start: int) -> Iterator[object]:
-        for place in range(start, len(lengths)):
-            part = slice(int(ends[place] - lengths[place]), int(ends[place]))
-            row = {name: _copied(array[part]) for name, array in arrays.items()}
+        for place in range(start, count):
+            row = {name: _copied(array[part(place)]) for name, array in arrays.items()}
             yield next(iter(row.values())) if len(row) == 1 else row
 
-    return InputFile(len(lengths), begin)
+    return InputFile(count, begin)
 
 
 def _copied(row: object) -> object:

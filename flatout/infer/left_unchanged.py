@@ -31,7 +31,7 @@ def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator
     attributes = [(module, dict(vars(module))) for module in modules]
     contents = [(value, value.copy()) for _, known in attributes for value in known.values() if _is_container(value)]
     own = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
-    buffers = [(buffer, _version(buffer), buffer.detach().clone()) for buffer in own.values()]
+    buffers = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in own.values()]
 
     def restore() -> None:
         for module, known in attributes:
@@ -52,7 +52,7 @@ def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator
             restore()
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """How often it was written to; None for a tensor made in inference mode, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
 

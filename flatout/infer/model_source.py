@@ -167,9 +167,8 @@ def _attribute(module: ModuleType, name: str, source: str) -> object:
             close = difflib.get_close_matches(part, names, n=1)
             models = [one for one in names if _could_be_a_model(inspect.getattr_static(value, one, None), module)]
             remedy = f"did you mean {close[0]}?" if close else f"it has {_listed(models)}" if models else ""
-            raise UsageError(
-                f"{source} has no {name!r}", limit="the name of an object in it follows the colon", remedy=remedy
-            )
+            limit = "the name of an object in it follows the colon"
+            raise UsageError(f"{source} has no {name!r}", limit=limit, remedy=remedy)
         value = getattr(value, part)
     return value
 
@@ -183,12 +182,7 @@ def _could_be_a_model(value: object, module: ModuleType) -> bool:
 def _made(value: object, spec: str) -> tuple[nn.Module, object]:
     """The model that this value is or returns."""
     if not isinstance(value, nn.Module) and callable(value):
-        needed = _required_arguments(value)
-        if needed:
-            limit = "it is called without arguments"
-            remedy = "name a function that makes the model, as in: def model(): return Net(width=64)"
-            raise UsageError(f"{spec} needs {_listed(needed)}", limit=limit, remedy=remedy)
-        value = _run(value, f"calling {spec}")
+        value = called(value, spec, "model")
     example: object = None
     if isinstance(value, tuple) and len(value) == 2:
         value, example = value
@@ -196,6 +190,15 @@ def _made(value: object, spec: str) -> tuple[nn.Module, object]:
         limit = "it is an nn.Module, or a function that returns one or (module, example_inputs)"
         raise UsageError(f"{spec} gives a {type(value).__name__}", limit=limit, remedy="return the module")
     return value, example
+
+
+def called(make: Callable[..., object], spec: str, noun: str) -> object:
+    """What a function or class of the user's gives. UsageError where it needs arguments, or fails."""
+    if needed := _required_arguments(make):
+        example = "Net(width=64)" if noun == "model" else "Words()"
+        remedy = f"name a function that makes the {noun}, as in: def {noun}(): return {example}"
+        raise UsageError(f"{spec} needs {_listed(needed)}", limit="it is called without arguments", remedy=remedy)
+    return _run(make, f"calling {spec}")
 
 
 def _required_arguments(function: Callable[..., object]) -> list[str]:
@@ -214,10 +217,8 @@ def _from_hugging_face(folder: Path) -> tuple[nn.Module, object]:
     try:
         import transformers
     except ImportError:
-        remedy = "pip install transformers"
-        raise UsageError(
-            f"{folder} is a Hugging Face model", limit="transformers is not installed", remedy=remedy
-        ) from None
+        what, limit = f"{folder} is a Hugging Face model", "transformers is not installed"
+        raise UsageError(what, limit=limit, remedy="pip install transformers") from None
     try:
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeGuard
 
 from flatout.errors import FlatoutError, UsageError, describe_error
 from flatout.infer.generation.token_ids import whole_number
-from flatout.infer.model_source import load_object
+from flatout.infer.model_source import called, load_object
 from flatout.plan_document import short
 
 
@@ -30,10 +30,6 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int], /) -> str: ...
 
 
-class _HuggingFaceTokenizer(Protocol):
-    def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
-
-
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -42,8 +38,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if Path(spec).is_dir():
         return _from_folder(Path(spec))
     found = load_object(spec, "tokenizer")
-    if callable(found) and not hasattr(found, "encode"):
-        found = found()
+    if isinstance(found, type) or (callable(found) and not hasattr(found, "encode")):
+        found = called(found, spec, "tokenizer")
     return as_tokenizer(found, spec)
 
 
@@ -63,10 +59,6 @@ _METHODS_GIVE = "encode(text) gives token ids, and decode(ids) a text"
 
 def _is_tokenizer(found: object) -> TypeGuard[Tokenizer]:
     return all(callable(getattr(found, name, None)) for name in _METHODS)
-
-
-def _is_hugging_face(tokenizer: object) -> TypeGuard[_HuggingFaceTokenizer]:
-    return hasattr(tokenizer, "clean_up_tokenization_spaces")
 
 
 def encode_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
@@ -100,11 +92,14 @@ def decode_of(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
     UsageError for ids that it cannot decode: a model may have more of them than its tokenizer.
     """
 
+    method: Callable[..., object] = tokenizer.decode
+    options = {}
+    if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # one of transformers
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
     def decode(ids: list[int]) -> str:
         try:
-            if _is_hugging_face(tokenizer):
-                return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-            return str(tokenizer.decode(ids))
+            return str(method(ids, **options))
         except FlatoutError:
             raise
         except Exception as error:  # the user's own code

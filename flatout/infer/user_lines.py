@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Iterator
 from pathlib import Path
+from traceback import walk_tb
 
 from flatout.tracebacks import is_users_file
 
@@ -24,29 +26,29 @@ def is_users(file: str) -> bool:
     return path.startswith(_MODELS) or is_users_file(path)
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it came of, what that came of, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def user_line(error: BaseException) -> str | None:
     """'net.py, line 12: y = x[0]' for the innermost frame that is the user's; None if none is.
 
     If it has none, its causes are searched: an exporter often raises a new exception.
     """
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        if found := _innermost(one):
-            return found
-        one = one.__cause__ or one.__context__
-    return None
+    return next((found for one in causes(error) if (found := _innermost(one))), None)
 
 
 def _innermost(error: BaseException) -> str | None:
     found = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
+    for frame, line in walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
         if is_users(file):
-            found = place(file, traceback.tb_lineno)
-        traceback = traceback.tb_next
+            found = place(file, line)
     return found
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from flatout.kernels.bf16_products import ELEMENTS
 from flatout.kernels.differentiated_once import differentiated_once
 from flatout.kernels.native import library_or_error
-from flatout.kernels.panels import pointer
+from flatout.kernels.panels import pointer, pointers, whole_numbers
 
 MEAN, VARIANCE = 0, 1
 _STATISTICS = 5
@@ -50,11 +50,10 @@ class _NormalisationStruct(ctypes.Structure):
     """`Normalisation` of native_sources/batch_norm.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "addend", "out", "gradient", "of_x", "of_addend")),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "statistics", "of_weight", "of_bias")),
-        *((name, ctypes.c_int64) for name in ("element", "rows", "channels", "plane", "rectified")),
+        *pointers("x addend out gradient of_x of_addend weight bias statistics of_weight of_bias"),
+        *whole_numbers("element rows channels plane rectified"),
         ("epsilon", ctypes.c_double),
-        ("threads", ctypes.c_int64),
+        *whole_numbers("threads"),
     )
 
 

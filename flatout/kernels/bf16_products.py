@@ -18,20 +18,15 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.native import library_or_error, native
-from flatout.kernels.panels import pointer
+from flatout.kernels.panels import ELEMENTS as ELEMENTS
+from flatout.kernels.panels import pointer, pointers, whole_numbers
 from flatout.machine.detect import detect
-
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
-"""What the kernels read and write, as they number it."""
 
 
 class SideStruct(ctypes.Structure):
     """`Side` of native_sources/bf16_products.h."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("element", "side", "inner", "sides", "inners")),
-    )
+    _fields_ = (*pointers("data"), *whole_numbers("element side inner sides inners"))
 
 
 class _ProductStruct(ctypes.Structure):
@@ -40,11 +35,10 @@ class _ProductStruct(ctypes.Structure):
     _fields_ = (
         ("left", SideStruct),
         ("right", SideStruct),
-        ("out", ctypes.c_void_p),
-        ("out_element", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("bias", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
+        *pointers("out"),
+        *whole_numbers("out_element out_stride"),
+        *pointers("bias"),
+        *whole_numbers("threads"),
     )
 
 

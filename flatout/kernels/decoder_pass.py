@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.native import library_or_error
-from flatout.kernels.panels import WeightStruct, pointer
+from flatout.kernels.panels import WeightStruct, pointer, pointers, whole_numbers
 
 NORMS = {"layer": 0, "rms": 1}
 ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}
@@ -21,11 +21,10 @@ class LayerStruct(ctypes.Structure):
     """`Layer` of decoder.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm1", "norm1_bias", "norm2", "norm2_bias", "query_norm", "key_norm")),
+        *pointers("norm1 norm1_bias norm2 norm2_bias query_norm key_norm"),
         *((name, WeightStruct) for name in ("qkv", "out", "up", "gate", "down")),
-        ("window", ctypes.c_int64),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
+        *whole_numbers("window"),
+        *pointers("keys values"),
     )
 
 
@@ -33,18 +32,11 @@ class DecoderStruct(ctypes.Structure):
     """`Decoder` of decoder.cpp."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in ("width", "heads", "kv_heads", "head_width", "inner", "layers", "vocabulary")
-        ),
-        *((name, ctypes.c_int64) for name in ("norm", "activation", "rotary_width", "cache_is_bf16", "cache_length")),
+        *whole_numbers("width heads kv_heads head_width inner layers vocabulary"),
+        *whole_numbers("norm activation rotary_width cache_is_bf16 cache_length"),
         ("norm_epsilon", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
-        ("cosines", ctypes.c_void_p),
-        ("sines", ctypes.c_void_p),
-        ("layer", ctypes.c_void_p),
-        ("last_norm", ctypes.c_void_p),
-        ("last_norm_bias", ctypes.c_void_p),
+        *pointers("cosines sines layer last_norm last_norm_bias"),
         ("head", WeightStruct),
     )
 
@@ -52,10 +44,7 @@ class DecoderStruct(ctypes.Structure):
 class _PassStruct(ctypes.Structure):
     """`Pass` of decoder.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "logit_rows", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "slots", "positions", "logits_of", "logits")),
-    )
+    _fields_ = (*whole_numbers("rows logit_rows threads"), *pointers("x slots positions logits_of logits"))
 
 
 def run_pass(

@@ -195,7 +195,7 @@ class _Terms:
         self.valid = targets != ignored
         self.targets = torch.where(self.valid, targets, 0)
         self.losses = torch.zeros(len(hidden), dtype=self.exact, device=hidden.device)
-        self.one_launch = _in_one_launch(hidden) and self.fine == hidden.dtype
+        self.by_triton = _by_triton(hidden) and self.fine == hidden.dtype
 
     def run(
         self, chunk_bytes: int, scale: Tensor, *, hidden: bool, weight: bool, bias: bool
@@ -208,7 +208,7 @@ class _Terms:
         of_weight = torch.zeros(self.rows, width, dtype=self.exact, device=self.weight.device) if weight else None
         of_bias = torch.zeros(self.rows, dtype=self.exact, device=self.weight.device) if bias else None
         gradient = hidden or weight or bias
-        chunks = self._chunks_in_one_launch if self.one_launch else self._chunks
+        chunks = self._chunks_by_triton if self.by_triton else self._chunks
         for part, by_score in chunks(chunk_bytes, scale, gradient=gradient):
             if not gradient:
                 continue
@@ -263,38 +263,31 @@ class _Terms:
                 scores.mul_(valid[:, None]).mul_(scale)
             yield part, scores
 
-    def _chunks_in_one_launch(
-        self, chunk_bytes: int, scale: Tensor, *, gradient: bool
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """The same by a Triton kernel. All chunks use one buffer, whose rows begin where products are fast."""
-        from flatout.kernels.score_gradients import score_gradients_  # which imports Triton
+    def _chunks_by_triton(self, chunk_bytes: int, scale: Tensor, *, gradient: bool) -> Iterator[tuple[slice, Tensor]]:
+        """The same by Triton kernels. All chunks use one buffer, whose rows begin where products are fast."""
+        from flatout.kernels.score_gradients import add_log_sums_, gradients_of_chunk_  # which imports Triton
 
         classes, scale = self.weight.shape[0], scale.to(torch.float32)
-        # The kernel reads at the targets: torch's assertion comes before it where one of them is no class.
+        # The kernels read at the targets: torch's assertion comes before them where one of them is no class.
         self.weight[:, 0].gather(0, self.targets)
         stride = -(-classes // ALIGNED) * ALIGNED
         parts = self._parts(chunk_bytes, stride * self.hidden.dtype.itemsize, tile=TILE)
         rows = min(len(self.hidden), parts[0].stop) if parts else 0
         buffer = self.hidden.new_empty(rows, stride)[:, :classes]
+        log_sums = torch.empty_like(self.losses)
         for part in parts:
             hidden = self.hidden[part]
             scores = torch.mm(hidden, self.weight.T, out=buffer[: len(hidden)])
-            score_gradients_(
-                scores,
-                self.bias,
-                self.targets[part],
-                self.valid[part],
-                scale,
-                self.losses[part],
-                smoothing=self.smoothing,
-                gradient=gradient,
-            )
+            chunk = scores, self.bias, self.targets[part], self.valid[part]
+            add_log_sums_(*chunk, None, log_sums[part], self.losses[part], classes=classes, smoothing=self.smoothing)
+            if gradient:
+                gradients_of_chunk_(*chunk, log_sums[part], scale, classes=classes, smoothing=self.smoothing)
             yield part, scores
 
 
-def _in_one_launch(hidden: Tensor) -> bool:
-    """Whether these scores go through the Triton kernel: on CUDA, where Triton is, in the dtypes that it has. Compiled
-    code fuses the operations by itself."""
+def _by_triton(hidden: Tensor) -> bool:
+    """Whether these scores go through the Triton kernels: on CUDA, where Triton is, in the dtypes that they have.
+    Compiled code fuses the operations by itself."""
     known = hidden.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return hidden.is_cuda and known and not torch.compiler.is_compiling() and _has_triton()
 
@@ -302,7 +295,7 @@ def _in_one_launch(hidden: Tensor) -> bool:
 def _by_classes(hidden: Tensor, dtype: torch.dtype) -> bool:
     """Whether a chunk has some classes of all rows: in half precision on an NVIDIA GPU."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return half and torch.version.hip is None and _in_one_launch(hidden)
+    return half and torch.version.hip is None and _by_triton(hidden)
 
 
 def _by_bf16_kernels(hidden: Tensor, weight: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.bf16_products import SideStruct, left_side, readable, right_side
 from flatout.kernels.native import library_or_error
-from flatout.kernels.panels import pointer
+from flatout.kernels.panels import pointer, pointers, whole_numbers
 
 IGNORED = torch.iinfo(torch.int64).min
 """A target that counts for nothing."""
@@ -34,12 +34,11 @@ class _LossStruct(ctypes.Structure):
     _fields_ = (
         ("hidden", SideStruct),
         ("weight", SideStruct),
-        ("bias", ctypes.c_void_p),
-        ("targets", ctypes.c_void_p),
+        *pointers("bias targets"),
         ("smoothing", ctypes.c_float),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("losses", "of_hidden", "of_weight", "of_bias")),
-        ("threads", ctypes.c_int64),
+        *pointers("losses of_hidden of_weight of_bias"),
+        *whole_numbers("threads"),
     )
 
 

@@ -11,10 +11,10 @@ with SIGBUS. One that fails the checksum is built again; a folder that others ca
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shlex
 import shutil
@@ -25,20 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.environment import cpp_compiler
-from flatout.errors import MachineError
-from flatout.kernels.own_folder import Refused, check_ours, own_folder
+from flatout.errors import FlatoutError, MachineError, UsageError
+from flatout.kernels.own_folder import keep_library, kept_library, own_folder
 
 SOURCES = Path(__file__).parent / "native_sources"
 _FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-    "-w",
+    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w"),
 )
 _BUILD_SECONDS = 180
 
@@ -56,15 +49,14 @@ class Native:
 def native(name: str = "decoder") -> Native:
     """The library of this name; built if there is no build of these sources for this processor."""
     try:
-        folder = own_folder("native")
-        kept = _kept(folder, name)
-        if kept is not None:
-            return Native(library=ctypes.CDLL(str(kept)), reason=str(kept))
-    except Refused as error:
+        record = own_folder("native") / f"{name}-{_key(name)}"
+        kept = kept_library(record)
+    except OSError as error:
         return Native(library=None, reason=str(error))
-    except OSError:  # whole, but the system cannot load it (another C library, say): build it again
-        pass
-    return _fresh(name)
+    if kept is not None:
+        with contextlib.suppress(OSError):  # the system cannot load it (another C library, say): build it again
+            return Native(library=ctypes.CDLL(str(kept[0])), reason=str(kept[0]))
+    return _fresh(name, record)
 
 
 def library_or_error(name: str = "decoder") -> ctypes.CDLL:
@@ -76,70 +68,45 @@ def library_or_error(name: str = "decoder") -> ctypes.CDLL:
     return found.library
 
 
-def _fresh(name: str) -> Native:
+def _fresh(name: str, record: Path) -> Native:
     """Built now, whatever is kept."""
+    try:
+        command = cpp_command()
+    except FlatoutError as error:
+        return Native(library=None, reason=error.what)
+    try:
+        with tempfile.TemporaryDirectory(dir=record.parent, prefix=".build-") as place:
+            made = Path(place, "made.so")
+            command += [*_FLAGS, *processor_flags(), str(SOURCES / f"{name}.cpp"), "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
+            built = keep_library(made, record)
+        return Native(library=ctypes.CDLL(str(built)), reason=str(built))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Native(library=None, reason=f"{cpp_compiler()} did not build it: {_last_line(error)}")
+
+
+def cpp_command() -> list[str]:
+    """The C++ compiler's command, with its arguments. MachineError: there is none."""
     command = cpp_compiler()
     try:
-        compiler = shlex.split(command)  # CXX="g++ -m64" and CXX="ccache g++" are commands with arguments
+        words = shlex.split(command)  # CXX="g++ -m64" and CXX="ccache g++" are commands with arguments
     except ValueError as error:
-        return Native(library=None, reason=f"CXX is {command!r}: {error}")
-    if not compiler or shutil.which(compiler[0]) is None:
-        return Native(library=None, reason=f"there is no C++ compiler {command!r}")
-    try:
-        built = _built(own_folder("native"), name, compiler)
-        return Native(library=ctypes.CDLL(str(built)), reason=str(built))
-    except Refused as error:
-        return Native(library=None, reason=str(error))
-    except (OSError, subprocess.SubprocessError) as error:
-        return Native(library=None, reason=f"{command} did not build it: {_last_line(error)}")
-
-
-def _kept(folder: Path, name: str) -> Path | None:
-    """A whole build of these sources for this processor; None: there is none. No compiler is needed for it.
-
-    A record, named by what was built, holds the checksum, which is also in the library's name: whoever builds the same
-    meanwhile, to other bytes, never overwrites what this record speaks of.
-    """
-    record = folder / f"{name}-{_key(name)}"
-    try:
-        check_ours(record)
-        checksum = record.read_text().strip()
-        library = folder / f"{record.name}-{checksum[:16]}.so"
-        check_ours(library)
-        whole = hashlib.sha256(library.read_bytes()).hexdigest() == checksum
-    except Refused:
-        raise
-    except (OSError, UnicodeDecodeError):
-        return None
-    return library if whole else None
-
-
-def _built(folder: Path, name: str, compiler: list[str]) -> Path:
-    record = folder / f"{name}-{_key(name)}"
-    # Built beside its place and moved there whole: another process may build the same, or load it right now.
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as place:
-        made = Path(place, "made.so")
-        command = [*compiler, *_FLAGS, *_tuning(), str(SOURCES / f"{name}.cpp"), "-o", str(made)]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
-        checksum = hashlib.sha256(made.read_bytes()).hexdigest()
-        note = Path(place, "record")
-        note.write_text(checksum)
-        made.chmod(0o500)
-        note.chmod(0o400)
-        library = folder / f"{record.name}-{checksum[:16]}.so"
-        os.replace(made, library)
-        os.replace(note, record)  # after the library: a record always speaks of a whole one
-    return library
+        raise UsageError(f"CXX is {command!r}: {error}", limit="it is a command") from error
+    if not words or shutil.which(words[0]) is None:
+        limit = "kernels are built with g++ or clang++"
+        remedy = "apt install g++ (or the package of your system), or name a compiler in CXX"
+        raise MachineError(f"there is no C++ compiler {command!r}", limit=limit, remedy=remedy)
+    return words
 
 
 def _key(name: str) -> str:
     """Of the sources, the flags and the processor. Not of the compiler: what another one built is as good."""
     text = "".join(path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
-    parts = [name, text, processor(), *_FLAGS, *_tuning()]
+    parts = [name, text, processor(), *_FLAGS, *processor_flags()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _tuning() -> list[str]:
+def processor_flags() -> list[str]:
     """Flags for all instructions of this processor."""
     return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
 

@@ -25,7 +25,7 @@ from flatout.errors import UsageError
 from flatout.kernels.bf16_products import ELEMENTS, product, sums_of_columns
 from flatout.kernels.differentiated_once import differentiated_once
 from flatout.kernels.native import library_or_error
-from flatout.kernels.panels import pointer
+from flatout.kernels.panels import pointer, pointers, whole_numbers
 
 _DEFINITIONS = torch.library.Library("flatout", "FRAGMENT")
 _DEFINITIONS.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -51,8 +51,6 @@ class _Context(Protocol):
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 # linear layers
@@ -89,11 +87,9 @@ def _linear_gradients(gradient: Tensor, x: Tensor, weight: Tensor, wanted: Seque
     return found
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-torch.library.register_fake("flatout::linear", _fake_linear, lib=_DEFINITIONS)
+torch.library.register_fake(
+    "flatout::linear", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]), lib=_DEFINITIONS
+)
 
 
 def _fake_linear_gradients(gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
@@ -151,16 +147,13 @@ def _linear_gradients_flops(
 class _HeadsStruct(ctypes.Structure):
     """`Heads` of native_sources/matrix_attention.cpp."""
 
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("sample", "head", "token")))
+    _fields_ = (*pointers("data"), *whole_numbers("sample head token"))
 
 
 class _MaskStruct(ctypes.Structure):
     """`Mask` there."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("kind", "sample", "head", "query", "key")),
-    )
+    _fields_ = (*pointers("data"), *whole_numbers("kind sample head query key"))
 
 
 class _AttentionStruct(ctypes.Structure):
@@ -170,14 +163,10 @@ class _AttentionStruct(ctypes.Structure):
         *((name, _HeadsStruct) for name in ("queries", "keys", "values", "out")),
         *((name, _HeadsStruct) for name in ("of_out", "of_queries", "of_keys", "of_values")),
         ("mask", _MaskStruct),
-        ("log_sums", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("samples", "heads", "query_count", "key_count", "features", "value_features")
-        ),
+        *pointers("log_sums"),
+        *whole_numbers("samples heads query_count key_count features value_features"),
         ("scale", ctypes.c_float),
-        ("causal", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
+        *whole_numbers("causal threads"),
     )
 
 
@@ -230,7 +219,7 @@ def _attention_gradients(
     scale: float,
 ) -> list[Tensor]:
     gradient, queries, keys, values = (_with_rows(one) for one in (gradient, queries, keys, values))
-    made = [_tokens_first(one, one.shape[-1]) for one in (queries, keys, values)]
+    made = _fake_attention_gradients(gradient, out, log_sums, queries, keys, values)
     if not out.numel() or not keys.shape[2]:
         return [one.zero_() for one in made]
     job = _attention_job(queries, keys, values, out, log_sums, mask, causal, scale)
@@ -414,10 +403,7 @@ def _packed_attention_flops(
 class _ElementsStruct(ctypes.Structure):
     """`Elements` of native_sources/activation.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "gradient", "out")),
-        *((name, ctypes.c_int64) for name in ("element", "count", "threads")),
-    )
+    _fields_ = (*pointers("x gradient out"), *whole_numbers("element count threads"))
 
 
 gelu_tanh: Callable[[Tensor], Tensor] = torch.ops.flatout.gelu_tanh

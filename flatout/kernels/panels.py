@@ -5,8 +5,8 @@ by side in a panel, so that one vector register holds 16 sums (native_sources/pa
 
 >>> import torch
 >>> panels = pack([torch.eye(3)], None, FLOAT)
->>> product(panels, torch.tensor([[1.0, 2.0, 3.0]]))
-tensor([[1., 2., 3.]])
+>>> panels.rows, panels.inputs
+(3, 3)
 """
 
 from __future__ import annotations
@@ -27,40 +27,38 @@ FLOAT, BFLOAT16, INT8, INT4 = range(4)
 _GROUPS = {FLOAT: 2, BFLOAT16: 2, INT8: 64, INT4: 32}
 """Format -> what the columns are filled up to a multiple of."""
 _BITS = {FLOAT: 32, BFLOAT16: 16, INT8: 8, INT4: 4}
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
-"""What the kernel reads; other dtypes are made fp32 first, a matrix at a time."""
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+"""What the kernels read and write, as they number it. A matrix of another dtype is made fp32 before it is packed."""
+
+
+def pointers(names: str) -> list[tuple[str, type[ctypes.c_void_p]]]:
+    """Fields of a C structure."""
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+def whole_numbers(names: str) -> list[tuple[str, type[ctypes.c_int64]]]:
+    return [(name, ctypes.c_int64) for name in names.split()]
 
 
 class WeightStruct(ctypes.Structure):
     """`Weight` of native_sources/panels.h."""
 
-    _fields_ = (
-        ("format", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    )
+    _fields_ = (*whole_numbers("format rows columns"), *pointers("data scales bias"))
 
 
 class _PartStruct(ctypes.Structure):
     """`Part` of native_sources/packing.h."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("element", "rows", "row_stride", "column_stride")),
-    )
+    _fields_ = (*pointers("data"), *whole_numbers("element rows row_stride column_stride"))
 
 
 class _PackingStruct(ctypes.Structure):
     """`Packing` of native_sources/packing.h."""
 
     _fields_ = (
-        ("part", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("parts", "rows", "columns", "format", "filled_columns")),
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
+        *pointers("part"),
+        *whole_numbers("parts rows columns format filled_columns"),
+        *pointers("data scales"),
     )
 
 
@@ -134,29 +132,8 @@ def pack(weights: Sequence[Tensor], bias: Tensor | None, form: int) -> Panels:
 
 def _source(weight: Tensor) -> Tensor:
     found = weight.detach()
-    return found if found.dtype in _ELEMENTS else found.float()
+    return found if found.dtype in ELEMENTS else found.float()
 
 
 def _part(source: Tensor) -> _PartStruct:
-    return _PartStruct(source.data_ptr(), _ELEMENTS[source.dtype], len(source), *source.stride())
-
-
-def product(panels: Panels, x: Tensor, threads: int | None = None) -> Tensor:
-    """fp32 [n, inputs] -> fp32 [n, rows]: x @ weight.T + bias, by the native kernel.
-
-    Raises MachineError where the kernel could not be built.
-    """
-    library = library_or_error()
-    x = x.detach().float().contiguous()
-    y = torch.empty(x.shape[0], panels.rows, dtype=torch.float32, device="cpu")
-    arguments = (x.shape[0], panels.inputs, ctypes.c_void_p(y.data_ptr()), threads or torch.get_num_threads())
-    rows, inputs, out, count = arguments
-    library.flatout_product(
-        ctypes.byref(panels.struct()),
-        ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_int64(rows),
-        ctypes.c_int64(inputs),
-        out,
-        ctypes.c_int64(count),
-    )
-    return y
+    return _PartStruct(source.data_ptr(), ELEMENTS[source.dtype], len(source), *source.stride())

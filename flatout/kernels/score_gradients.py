@@ -1,8 +1,8 @@
 """A chunk of scores turned into losses and gradients on a GPU (Triton), for `linear_cross_entropy`.
 
 torch takes some eight passes over the chunk for it, each through the GPU's memory: conversion, bias, log-sum, shift,
-exponential, one-hot, mask, scale, conversion back. Here a chunk of rows is read twice and written once, in one launch,
-and a chunk of classes read once for the loss and read and written once for the gradients.
+exponential, one-hot, mask, scale, conversion back. Here a chunk is read once for the loss, and read and written
+once for the gradients.
 """
 
 from __future__ import annotations
@@ -18,62 +18,26 @@ COLUMNS = 2048
 """Of a block of gradients."""
 
 
-def score_gradients_(
-    scores: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    valid: Tensor,
-    scale: Tensor,
-    losses: Tensor,
-    *,
-    smoothing: float,
-    gradient: bool,
-) -> None:
-    """Write each row's cross-entropy to `losses`, and with `gradient` its gradient times `scale` over the scores.
-
-    scores: [rows, classes] in fp32, bf16 or fp16, each row contiguous; bias: [classes] or None, added to the scores;
-    targets: int64 [rows], each a class; valid: bool [rows], False gives a loss and a gradient of zero; scale: fp32, a
-    scalar; losses: fp32 [rows].
-    """
-    rows, classes = scores.shape
-    with torch.cuda.device_of(scores):  # Triton launches on the current GPU
-        _kernel[(rows,)](
-            scores,
-            scores if bias is None else bias,
-            targets,
-            valid,
-            scale,
-            losses,
-            scores.stride(0),
-            smoothing,
-            CLASSES=classes,
-            HAS_BIAS=bias is not None,
-            GRADIENT=gradient,
-            BLOCK=min(BLOCK, triton.next_power_of_2(classes)),
-            num_warps=WARPS if classes > BLOCK // 4 else 4,
-        )
-
-
 def add_log_sums_(
     scores: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     valid: Tensor,
-    state: Tensor,
+    state: Tensor | None,
     log_sums: Tensor,
     losses: Tensor,
     *,
-    first_class: int,
+    first_class: int = 0,
     classes: int,
     smoothing: float,
-    last: bool,
+    last: bool = True,
 ) -> None:
     """Take one more chunk of classes into each row's log-sum; after the last, write log-sums and losses.
 
     scores: [rows, classes of the chunk], each row contiguous; bias: of the chunk's classes, or None; targets: int64
     [rows], each a class; valid: bool [rows], False gives a loss of zero; state: fp32 [4, rows], kept from chunk to
-    chunk, whatever is in it before the first, whose first class is 0; log_sums and losses: fp32 [rows]; classes: of all
-    chunks.
+    chunk, whatever is in it before the first, whose first class is 0 (None: there is one chunk); log_sums and losses:
+    fp32 [rows]; classes: of all chunks.
     """
     rows, width = scores.shape
     if type(scores) is not Tensor or not rows:  # sizes alone are followed
@@ -85,7 +49,7 @@ def add_log_sums_(
             scores if bias is None else bias,
             targets,
             valid,
-            state,
+            log_sums if state is None else state,
             log_sums,
             losses,
             scores.stride(0),
@@ -112,7 +76,7 @@ def gradients_of_chunk_(
     log_sums: Tensor,
     factor: Tensor,
     *,
-    first_class: int,
+    first_class: int = 0,
     classes: int,
     smoothing: float,
 ) -> None:
@@ -237,57 +201,3 @@ def _gradients(  # type: ignore[no-untyped-def]
     part -= tl.where(columns == target, 1.0 - smoothing, 0.0)
     part = tl.where(tl.load(valid + row), part * tl.load(factor), 0.0)
     tl.store(scores + columns, part.to(scores.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
-    scores,
-    bias,
-    targets,
-    valid,
-    scale,
-    losses,
-    row_stride,
-    smoothing,
-    CLASSES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)  # rows x classes may exceed 32 bits
-    scores += row * row_stride
-    columns = tl.arange(0, BLOCK)
-    counts = tl.load(valid + row)
-    target = tl.load(targets + row)
-    at_target = tl.load(scores + target).to(tl.float32)
-    if HAS_BIAS:
-        at_target += tl.load(bias + target).to(tl.float32)
-
-    largest = -float("inf")
-    total = 0.0
-    summed = 0.0
-    for start in range(0, CLASSES, BLOCK):
-        inside = start + columns < CLASSES
-        part = tl.load(scores + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        if HAS_BIAS:
-            part += tl.load(bias + start + columns, mask=inside, other=0.0).to(tl.float32)
-        higher = tl.maximum(largest, tl.max(part))
-        shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf less -inf is no number
-        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(part - shift))
-        largest = higher
-        summed += tl.sum(tl.where(inside & (smoothing > 0.0), part, 0.0))  # 0 times -inf is no number
-    log_sum = largest + tl.log(total)
-    loss = log_sum - (1.0 - smoothing) * at_target - smoothing * summed / CLASSES
-    tl.store(losses + row, tl.where(counts, loss, 0.0))
-
-    if GRADIENT:
-        factor = tl.load(scale)
-        for start in range(0, CLASSES, BLOCK):
-            inside = start + columns < CLASSES
-            part = tl.load(scores + start + columns, mask=inside, other=0.0).to(tl.float32)
-            if HAS_BIAS:
-                part += tl.load(bias + start + columns, mask=inside, other=0.0).to(tl.float32)
-            part = tl.exp(part - log_sum) - smoothing / CLASSES
-            part -= tl.where(start + columns == target, 1.0 - smoothing, 0.0)
-            part = tl.where(counts, part * factor, 0.0)
-            tl.store(scores + start + columns, part.to(scores.dtype.element_ty), mask=inside)

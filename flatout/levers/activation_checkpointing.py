@@ -1,28 +1,22 @@
-"""Recompute activations in backward instead of keeping them: less memory for more time.
-
-'block' keeps only the inputs of each repeated block. 'selective' also keeps the results of matrix products, attention
-and convolutions, which cost most to recompute; the operations between them are recomputed.
-
-It saves memory, not time, so `flatout tune` tries it only with `--fit`.
-"""
+"""Recompute activations in backward instead of keeping them: less memory for more time."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import weakref
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
+from flatout.buffers import version_of
 from flatout.errors import UsageError
-from flatout.levers.changing_buffers import ChangingBuffers, Context, FirstComputation, Recomputation, version_of
 from flatout.levers.compile import repeated_blocks
-from flatout.levers.drawn_again import FirstDraws, Generators, SameDraws
-from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
-from flatout.levers.model_call import Call, set_call
+from flatout.levers.lever import COSTS_TIME, Lever, Value, Verdict, offer, refuse
+from flatout.levers.model_call import Call, call_of, calls_put_back, set_call
 from flatout.levers.observed import Observed
+from flatout.levers.recomputation import Context, RecomputedBlock
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
-from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -45,41 +39,54 @@ class ActivationCheckpointing(Lever):
     name = "activation checkpointing"
     plan_field = "activation_checkpointing"
     acts_on_forward = True
+    usual_saving = COSTS_TIME
 
     def __init__(self, blocks: int | None = None) -> None:
         self.blocks = blocks
-
-    def saving(self, machine: Machine, observed: Observed) -> Saving:
-        return COSTS_TIME
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not any(module.repeated_block for module in observed.modules):
             return refuse(NO_BLOCK)
         return offer("selective", "block", reason="saves memory, costs time")
 
-    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         if not subject.any_model and not any(repeated_blocks(module) for module in subject.modules):
             subject.note_incident(self.name, NO_BLOCK)
-        return subject.modules.each(lambda module: _checkpoint_blocks(module, value == "selective", self.blocks))
+        caches = subject.any_model or any(map(_caching, subject.modules))
+        with (
+            subject.modules.each(lambda module: _checkpoint_blocks(module, value == "selective", self.blocks)),
+            subject.around_calls(_without_cache) if caches else nullcontext(),
+        ):
+            yield
 
     def wraps_blocks(self, value: Value) -> bool:
         return True
 
 
+def _without_cache(module: Module, call: Callable[[], object]) -> object:
+    """A block that is computed again would find its own keys and values in a cache, and attend to them twice."""
+    caching = _caching(module)
+    for config in caching:
+        config.use_cache = False
+    try:
+        return call()
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def _caching(model: Module) -> list[Any]:  # of any class
+    """The configurations of models that keep keys and values in each pass, as Hugging Face's decoders do by default."""
+    configs = {id(one): one for module in model.modules() if (one := vars(module).get("config")) is not None}
+    return [one for one in configs.values() if getattr(one, "use_cache", None) is True]
+
+
 def _checkpoint_blocks(module: Module, selective: bool, count: int | None) -> Undo[Module] | None:
     blocks = repeated_blocks(module)[:count]
-    if not blocks:
-        return None
-    before: list[Call | None] = [getattr(block, COMPILED_CALL) for block in blocks]
-    for block, compiled in zip(blocks, before, strict=True):
-        set_call(block, _checkpointed(block, compiled or plain_call(block), selective))
-    changed = [(weakref.ref(block), compiled) for block, compiled in zip(blocks, before, strict=True)]
-
-    def undo(module: Module) -> None:  # by what was changed: the model may have other blocks by now
-        for reference, compiled in changed:
-            if (block := reference()) is not None:
-                set_call(block, compiled)
-
+    undo = calls_put_back(blocks)
+    for block in blocks:
+        set_call(block, _checkpointed(block, call_of(block), selective))
     return undo
 
 
@@ -88,8 +95,8 @@ def _checkpointed(block: Module, call: Call, selective: bool) -> Call:
 
     run: Call = checkpoint
     plain: dict[str, object] = {"context_fn": _keep_products} if selective else {}
-    buffers = ChangingBuffers(block) if any(True for _ in block.buffers()) else None
-    eager = {"context_fn": functools.partial(_as_it_was, Generators(block), buffers, selective)}
+    found = RecomputedBlock(block)
+    eager = {"context_fn": lambda: found.contexts(*_keep_products() if selective else (nullcontext(), nullcontext()))}
     kind = type(block).__name__
 
     @functools.wraps(call)
@@ -112,16 +119,6 @@ def _checkpointed(block: Module, call: Call, selective: bool) -> Call:
         return result
 
     return recomputed
-
-
-def _as_it_was(generators: Generators, buffers: ChangingBuffers | None, selective: bool) -> tuple[Context, Context]:
-    """The recomputation finds the buffers and the random generators as the first computation did."""
-    forward, recomputation = _keep_products() if selective else (nullcontext(), nullcontext())
-    if buffers is not None:
-        first = FirstComputation(buffers, forward)
-        forward, recomputation = first, Recomputation(first, recomputation)
-    draws = FirstDraws(generators, forward)
-    return draws, SameDraws(draws, recomputation)
 
 
 def _keep_products() -> tuple[Context, Context]:

@@ -1,10 +1,6 @@
 """Keep activations in host memory between forward and backward: less GPU memory for two copies over PCIe.
 
-What autograd saves for the backward pass is copied to page-locked memory, and copied back when the backward pass needs
-it. Both copies are queued in stream order, so the host does not wait. Weights stay on the GPU, and so do tensors too
-small to be worth a copy.
-
-It saves memory, not time, and does nothing for a CPU. `flatout tune` tries it only with `--fit`.
+Weights stay on the GPU, and so do tensors too small to be worth a copy.
 """
 
 from __future__ import annotations
@@ -13,10 +9,10 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.errors import MachineError
-from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Wrapper
 from flatout.machine.description import Machine
@@ -29,44 +25,31 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 * 1024
 """Smaller copies take mostly launch overhead."""
 
-T = TypeVar("T")
 
-
-class Storage(Generic[T]):
-    """Where tensors are kept until the backward pass, each as a T. `moved_bytes`: what was copied there so far."""
+class Host:
+    """The host's page-locked memory, where tensors wait for the backward pass. Tests override what touches devices."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-
-    def takes(self, tensor: Tensor) -> bool:
-        raise NotImplementedError
-
-    def out(self, tensor: Tensor) -> T:
-        """What represents the tensor until `back`."""
-        raise NotImplementedError
-
-    def back(self, there: T, device: torch.device) -> Tensor:
-        raise NotImplementedError
-
-
-class Host(Storage["Tensor"]):
-    """The host's page-locked memory. Tests override what touches the devices."""
+        """What was copied there so far."""
 
     def takes(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
-    def out(self, tensor: Tensor) -> Tensor:
+    def out(self, tensor: Tensor) -> Any:  # in a form of each host's own
+        """What represents the tensor until `back`."""
         import torch
 
         there = torch.empty_like(tensor, device="cpu", pin_memory=True)
         there.copy_(tensor, non_blocking=True)  # in stream order: the host does not wait for it
         return there
 
-    def back(self, there: Tensor, device: torch.device) -> Tensor:
-        return there.to(device, non_blocking=True)
+    def back(self, there: Any, device: torch.device) -> Tensor:
+        moved: Tensor = there.to(device, non_blocking=True)
+        return moved
 
 
-class PretendedHost(Storage["tuple[torch.Size, tuple[int, ...], torch.dtype]"]):
+class PretendedHost(Host):
     """For fake tensors on any device: keeps shape, strides and dtype, and no memory."""
 
     def takes(self, tensor: Tensor) -> bool:
@@ -75,20 +58,19 @@ class PretendedHost(Storage["tuple[torch.Size, tuple[int, ...], torch.dtype]"]):
     def out(self, tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
         return tensor.shape, tensor.stride(), tensor.dtype
 
-    def back(self, there: tuple[torch.Size, tuple[int, ...], torch.dtype], device: torch.device) -> Tensor:
+    def back(self, there: Any, device: torch.device) -> Tensor:
         import torch
 
         shape, stride, dtype = there
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-AnyStorage = Storage[Any]  # each keeps tensors in its own form
-_host: ContextVar[AnyStorage | None] = ContextVar("host", default=None)
-S = TypeVar("S", bound=AnyStorage)
+_host: ContextVar[Host | None] = ContextVar("host", default=None)
+H = TypeVar("H", bound=Host)
 
 
 @contextlib.contextmanager
-def offloading_to(host: S) -> Iterator[S]:
+def offloading_to(host: H) -> Iterator[H]:
     """Have the lever use this host, on any device, until the context ends."""
     token = _host.set(host)
     try:
@@ -106,10 +88,8 @@ class ActivationOffload(Lever):
 
     name = "activation offload"
     plan_field = "activation_offload"
+    usual_saving = COSTS_TIME
     acts_on_forward = True
-
-    def saving(self, machine: Machine, observed: Observed) -> Saving:
-        return COSTS_TIME
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.device.startswith("cuda"):
@@ -119,9 +99,6 @@ class ActivationOffload(Lever):
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         host = _host.get()
-        if not value:
-            yield
-            return
         if host is None:
             if any(not one.is_cuda for module in subject.modules for one in module.parameters()):
                 raise MachineError(
@@ -134,7 +111,7 @@ class ActivationOffload(Lever):
             yield
 
 
-def _offloaded(host: Storage[T]) -> Wrapper:
+def _offloaded(host: Host) -> Wrapper:
     import torch
 
     def wrapper(module: torch.nn.Module, call: Callable[[], object]) -> object:
@@ -147,10 +124,10 @@ def _offloaded(host: Storage[T]) -> Wrapper:
     return wrapper
 
 
-class _OffloadedTensor(Generic[T]):
+class _OffloadedTensor:
     """One offloaded tensor, shared by all operations that saved it."""
 
-    def __init__(self, host: Storage[T], tensor: Tensor) -> None:
+    def __init__(self, host: Host, tensor: Tensor) -> None:
         self._host, self._device, self._there = host, tensor.device, host.out(tensor)
         self._here: weakref.ref[Tensor] | None = None
 
@@ -162,16 +139,16 @@ class _OffloadedTensor(Generic[T]):
         return here
 
 
-class _Offloaded(Generic[T]):
+class _Offloaded:
     """What one forward pass saved. A tensor that two operations save is copied once."""
 
-    def __init__(self, host: Storage[T], module: torch.nn.Module) -> None:
+    def __init__(self, host: Host, module: torch.nn.Module) -> None:
         self._host = host
         self._staying = {_storage_of(one) for one in (*module.parameters(), *module.buffers())}
-        self._known: dict[object, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_OffloadedTensor[T]]]] = {}
+        self._known: dict[object, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_OffloadedTensor]]] = {}
         """By storage and view."""
 
-    def pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor[T]:
+    def pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
         if not self._goes(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -185,7 +162,7 @@ class _Offloaded(Generic[T]):
             self._known[key] = weakref.ref(storage), weakref.ref(waiting)
         return waiting
 
-    def unpack(self, packed: Tensor | _OffloadedTensor[T]) -> Tensor:
+    def unpack(self, packed: Tensor | _OffloadedTensor) -> Tensor:
         return packed.fetch() if isinstance(packed, _OffloadedTensor) else packed
 
     def _goes(self, tensor: Tensor) -> bool:

@@ -51,6 +51,7 @@ class RetainMemory(Lever):
 
     name = "malloc retains memory"
     plan_field = "allocator"
+    names_value = False
     switch = "once"
     """Once mallopt was called, glibc no longer adapts its thresholds: the process can no longer serve as a baseline."""
 
@@ -88,9 +89,6 @@ class RetainMemory(Lever):
 
     def takes(self, value: Value) -> bool:
         return value == "retain"
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 def _moving(pages: HeapPages) -> Wrapper:

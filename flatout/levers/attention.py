@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
-from flatout.levers.model_call import Call, set_call, set_training_call, versions_allowed
+from flatout.levers.model_call import Call, call_of, calls_put_back, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
-from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -42,6 +40,7 @@ class FusedAttention(Lever):
 
     name = "fused attention"
     plan_field = "attention"
+    names_value = False
     acts_on_forward = True
     compiles = True
 
@@ -49,7 +48,7 @@ class FusedAttention(Lever):
         return Saving(expected=0.1 * observed.busy_share, least=-0.15, most=0.6 * observed.busy_share)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
-        if observed.compiled_in_script or any(module.compiled for module in observed.modules):
+        if observed.is_compiled:
             return refuse("torch.compile is already used, which fuses attention too")
         if not any(module.attention_by_hand for module in observed.modules):
             return refuse(NO_ATTENTION)
@@ -59,17 +58,11 @@ class FusedAttention(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
-        def report(why: str) -> None:
-            subject.note_incident(self.name, why)
-
-        with versions_allowed(), subject.modules.each(lambda module: _fuse(subject, module, report)):
+        with versions_allowed(), subject.modules.each(lambda module: _fuse(subject, module, self.name)):
             yield
 
     def nothing_in(self, model: Module, value: Value) -> str:
         return "" if attention_by_hand(model) else NO_ATTENTION
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 def attention_by_hand(model: Module) -> list[Module]:
@@ -77,11 +70,7 @@ def attention_by_hand(model: Module) -> list[Module]:
     verdicts: dict[type, bool] = {}
     found = [module for module in model.modules() if _by_hand(module, verdicts)]
     known = {id(module) for module in found}
-    return [module for module in found if not any(id(inner) in known for inner in _below(module))]
-
-
-def _below(module: Module) -> Iterator[Module]:
-    return (inner for inner in module.modules() if inner is not module)
+    return [one for one in found if not any(id(inner) in known for inner in one.modules() if inner is not one)]
 
 
 def _by_hand(module: Module, verdicts: dict[type, bool]) -> bool:
@@ -100,7 +89,9 @@ def _by_hand(module: Module, verdicts: dict[type, bool]) -> bool:
 def _names(function: object, module: Module, names: set[str], depth: int) -> None:
     """Add the names that a function uses, `@` as 'matmul', and those of the script's functions that it calls."""
     function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType) or not depth or _is_torchs(function):
+    if not isinstance(function, FunctionType) or not depth:
+        return
+    if (function.__module__ or "").partition(".")[0] == "torch":  # None: made by exec
         return
     code: CodeType = function.__code__
     names |= set(code.co_names)
@@ -114,31 +105,20 @@ def _names(function: object, module: Module, names: set[str], depth: int) -> Non
             _names(called, module, names, depth - 1)
 
 
-def _is_torchs(function: FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] == "torch"  # None: made by exec
-
-
-def _fuse(subject: Subject, model: Module, report: Callable[[str], None]) -> Undo[Module] | None:
+def _fuse(subject: Subject, model: Module, lever: str) -> Undo[Module] | None:
     import torch
 
     from flatout.levers.attention_graph import fuse_attention
 
     def backend(graph_module: GraphModule, examples: object) -> Call:
         if not fuse_attention(graph_module) and "softmax" in str(graph_module.code):
-            report("the weights are dropped out, returned or computed in a way that is not recognized")
+            why = "the weights are dropped out, returned or computed in a way that is not recognized"
+            subject.note_incident(lever, why)
         return graph_module.forward
 
     targets = attention_by_hand(model)
-    before: list[Call | None] = [getattr(target, COMPILED_CALL) for target in targets]
-    for target, call in zip(targets, before, strict=True):
-        plain: Call = call or plain_call(target)
+    undo = calls_put_back(targets)
+    for target in targets:
+        plain = call_of(target)
         set_training_call(subject, target, torch.compile(plain, backend=backend), plain)
-
-    changed = [(weakref.ref(target), call) for target, call in zip(targets, before, strict=True)]
-
-    def undo(model: Module) -> None:  # of what was changed: the model may have other layers by now
-        for reference, call in changed:
-            if (target := reference()) is not None:
-                set_call(target, call)
-
-    return undo if targets else None
+    return undo

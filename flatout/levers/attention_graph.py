@@ -16,22 +16,26 @@ and their scores get no gradient, with -inf they are NaN, and a bias of -1e9 swa
 kernel's backward pass takes the weights. So masks and biases are examined first (not the scores, which do not exist),
 and where a row is not safe that call computes what the script says, in the script's order.
 
-Only the nodes of the pattern are removed, none of which has a user outside. What else the graph does must not come
-between them (`attention_effects`).
+Only the nodes of the pattern are removed, none of which has a user outside. The fused call stands where the last
+product was and reads everything there, so nothing that was read earlier may have changed by then; nor may it change
+later, because the kernel keeps for its backward pass what a product or a sum does not. Which tensors share memory is
+known from the tensors without data with which the graph was traced.
 """
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-
-from flatout.levers.attention_effects import called, is_only_read, reads_the_same_at_its_end
 
 CASTS = {"float", "to", "type_as", "type", "contiguous"}
 PRODUCTS = {"matmul", "bmm", "__matmul__"}
@@ -50,6 +54,21 @@ ROUNDED_BIAS = 2**-8
 
 As much as bf16 rounds a score between 1 and 2, which the script's own product does; a weight changes by 0.4 %.
 """
+
+KNOWN = (torch, functional, operator, math, builtins, Tensor, torch.special, torch.linalg, torch.fft)
+"""Where the functions live that change their arguments only if name or arguments say so, and no mode of torch's."""
+WRITING = {
+    "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub",
+    "itruediv", "ixor", "setitem", "delitem",
+}  # fmt: skip
+WRITING_METHODS = {f"__{name}__" for name in WRITING}
+
+MOVES = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "unsqueeze", "reshape", "flatten", "mT", "T"}
+"""Right for any strides, though the result may be a view where it was a copy."""
+VIEWS = {"view", "view_as", "unflatten", "squeeze"}
+READERS = {"linear", "matmul", "bmm", "__matmul__"}
+"""What they return depends neither on the strides nor on the memory of their first argument."""
+QUESTIONS = {"size", "dim", "shape", "dtype", "device"}
 
 Step = tuple[Any, ...]  # in the graph a bias is a Node, at run time a tensor
 """('mul', number), ('div', number), ('add', bias) or ('fill', mask, value put where it is true)"""
@@ -78,7 +97,7 @@ def fuse_attention(graph_module: GraphModule) -> int:
         if not factors or not scores:
             continue
         nodes = [node, *scores.nodes]
-        if not (all(_is_understood(one) for one in nodes) and reads_the_same_at_its_end(nodes, harmless=attend)):
+        if not (all(_is_understood(one) for one in nodes) and reads_the_same_at_its_end(nodes)):
             continue
         steps, as_product = tuple(scores.steps), not is_only_read(node)
         with graph.inserting_before(node):
@@ -343,3 +362,91 @@ def _argument(node: Node, position: int, *names: str) -> object:
     if position < len(node.args):
         return node.args[position]
     return next((node.kwargs[name] for name in names if name in node.kwargs), None)
+
+
+# what the statements around an attention change, and what becomes of its result
+
+
+def called(node: Node) -> str:
+    """The name of what a node calls, which is the same for functions, methods and operators."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    return str(getattr(node.target, "__name__", ""))
+
+
+def reads_the_same_at_its_end(chain: list[Node]) -> bool:
+    """Would every node of `chain` read the same if it ran in the last one's place, and the backward pass as well?
+
+    No mode (of gradients, of autocast) may change inside either: a function that is not known may be one that does.
+    """
+    nodes = list(chain[0].graph.nodes)
+    place, own = {node: index for index, node in enumerate(nodes)}, set(chain)
+    first, last = min(place[node] for node in chain), max(place[node] for node in chain)
+    read: set[StorageWeakRef] = set()
+    for node in nodes[first:]:
+        if node in own:
+            read = read.union(*(_storages(operand) for operand in node.all_input_nodes if operand not in own))
+            continue
+        changed = [] if node.target is attend else may_change(node)
+        if changed is None and place[node] < last:
+            return False
+        touched = node.all_input_nodes if changed is None else changed
+        if any(read & _storages(one) for one in touched):
+            return False
+    return True
+
+
+def is_only_read(result: Node) -> bool:
+    """Can nobody tell where in memory `result` lies: its strides, or a change of it or of a view of it?"""
+    waiting = [(result, False)]
+    while waiting:
+        node, is_contiguous = waiting.pop()
+        for user in node.users:
+            name = called(user)
+            name = str(user.args[1]) if name == "getattr" else name
+            if may_change(user) != []:
+                return False
+            if name in MOVES or (is_contiguous and name in VIEWS):
+                waiting.append((user, is_contiguous))
+            elif name == "contiguous" and len(user.args) == 1 and not user.kwargs:
+                waiting.append((user, True))
+            elif name not in QUESTIONS and not (name in READERS and user.args and user.args[0] is node):
+                return False
+    return True
+
+
+def may_change(node: Node) -> list[Node] | None:
+    """The arguments that a node may change in place; None: it may do anything."""
+    inputs, name = node.all_input_nodes, called(node)
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    if node.kwargs.get("out") is not None:
+        return inputs
+    if node.op == "call_method":
+        writes = name in WRITING_METHODS or (name.endswith("_") and not name.endswith("__"))
+        return inputs[:1] if writes else []
+    if name.startswith("set_") or not any(getattr(space, name, None) is node.target for space in KNOWN):
+        return None
+    if node.target is getattr(operator, name, None):
+        return inputs[:1] if name in WRITING else []
+    return inputs if name.endswith("_") or _is_told_to_write(node) else []
+
+
+def _is_told_to_write(node: Node) -> bool:
+    if "inplace" in node.kwargs:
+        return node.kwargs["inplace"] is not False
+    function: Any = node.target
+    try:
+        given = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a builtin, which takes no such argument by position
+        return False
+    return given.get("inplace", False) is not False
+
+
+def _storages(node: Node) -> set[StorageWeakRef]:
+    """The memory in which the values of a node lie."""
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, tuple | list) else [value]
+    return {StorageWeakRef(one.untyped_storage()) for one in values if isinstance(one, Tensor)}

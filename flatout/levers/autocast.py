@@ -1,8 +1,7 @@
 """Autocast: the model's products in bf16 or fp16, its weights, loss and optimizer in fp32.
 
-It wraps each outermost module call that trains, whose outputs are cast back to fp32, so the script's own loss, metrics
-and `.numpy()` see what they always saw. Activations that the model keeps, or that a hook receives, are in the dtype of
-the region; numpy, which has no bf16, gets them in fp32.
+Activations that the model keeps, or that a hook receives, are in the dtype of the region; numpy, which has no bf16,
+gets them in fp32.
 """
 
 from __future__ import annotations

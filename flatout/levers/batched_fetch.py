@@ -25,6 +25,7 @@ class BatchedFetch(Lever):
 
     name = "batched fetch"
     plan_field = "fetch"
+    names_value = False
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         share = observed.share("data")
@@ -44,7 +45,4 @@ class BatchedFetch(Lever):
         return offer("batched", reason=f"the data is in memory ({found.dataset})")
 
     def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
-        return batched_fetch(on_mismatch=lambda why: subject.incidents.append((self.name, why)))
-
-    def label(self, value: Value) -> str:
-        return self.name
+        return batched_fetch(on_mismatch=subject.reporter(self.name))

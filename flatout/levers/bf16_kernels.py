@@ -1,7 +1,5 @@
 """Flatout's own kernels for a CPU with products of bf16: linear layers, attention and GELU of a training step.
 
-Weights are read in fp32 as they are, where autocast makes a bf16 copy of each in every step, and gradients of weights
-are written in fp32. Without autocast the layers' inputs and outputs stay in fp32, and only products are in bf16.
 Attention and GELU are computed in bf16 where autocast would do so, or where their inputs are.
 """
 
@@ -40,6 +38,7 @@ class Bf16Kernels(Lever):
 
     name = "bf16 kernels"
     plan_field = "kernels"
+    names_value = False
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
@@ -90,9 +89,6 @@ class Bf16Kernels(Lever):
         nothing = "it saw no linear layer, attention or tanh-GELU that is large enough, in fp32 or bf16 on the CPU"
         with replaced_in_torch(*replacements), said_if_idle(subject, self.name, taken.acts, nothing):
             yield
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 def _linear_share(observed: Observed) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def before_step(frame: FrameType | None) -> FoundSite:
 def _found(frame: FrameType | None, files: tuple[str, ...], method: str) -> FoundSite:
     while frame is not None and not frame.f_code.co_filename.endswith(files):
         frame = frame.f_back
-    while frame is not None and (frame.f_code.co_filename.endswith(files) or _is_ours(frame)):
+    while frame is not None and ((file := frame.f_code.co_filename).endswith(files) or file.startswith(_PACKAGE)):
         frame = frame.f_back
     if frame is None:
         return FoundSite(obstacle="the call was not made from Python code")
@@ -78,10 +79,6 @@ def _found(frame: FrameType | None, files: tuple[str, ...], method: str) -> Foun
     if caught:
         return FoundSite(obstacle=caught)
     return _resolved(frame, site)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _resolved(frame: FrameType, site: Site) -> FoundSite:
@@ -177,16 +174,8 @@ def _call(statement: ast.stmt, method: str) -> Names | None:
         return None
     if method == "backward":
         return ()
-    path = _path(call.func.value)
-    return None if call.args or call.keywords or not path else path
-
-
-def _path(node: ast.expr) -> Names:
-    if isinstance(node, ast.Name):
-        return (node.id,)
-    if isinstance(node, ast.Attribute) and (before := _path(node.value)):
-        return (*before, node.attr)
-    return ()
+    path = tuple(ast.unparse(call.func.value).split("."))
+    return None if call.args or call.keywords or not all(map(str.isidentifier, path)) else path
 
 
 @functools.lru_cache(maxsize=1024)
@@ -199,13 +188,11 @@ def _handler(code: CodeType, file: str, instruction: int) -> str:
             handled = not all(_is_harmless(one.type) for one in node.handlers) and _holds(node.body, place)
             if handled or (node.finalbody and _holds([*node.body, *node.handlers, *node.orelse], place)):
                 return f"{where}:{node.lineno}: what a backward pass raises is handled there"
-        elif isinstance(node, ast.With | ast.AsyncWith) and _suppresses(node) and _holds(node.body, place):
-            return f"{where}:{node.lineno}: what a backward pass raises is suppressed there"
+        elif isinstance(node, ast.With | ast.AsyncWith) and _holds(node.body, place):
+            suppresses = any("suppress" in ast.unparse(item.context_expr) for item in node.items)
+            if suppresses:
+                return f"{where}:{node.lineno}: what a backward pass raises is suppressed there"
     return ""
-
-
-def _suppresses(node: ast.With | ast.AsyncWith) -> bool:
-    return any("suppress" in ast.unparse(item.context_expr) for item in node.items)
 
 
 def _is_harmless(kind: ast.expr | None) -> bool:
@@ -229,10 +216,10 @@ def _holds(block: Sequence[ast.stmt | ast.ExceptHandler], place: Place) -> bool:
 
 
 def _place(code: CodeType, instruction: int) -> Place | None:
-    for index, (first, last, column, end) in enumerate(code.co_positions()):
-        if 2 * index == instruction:
-            return None if None in (first, last, column, end) else (first, column, last, end)  # type: ignore[return-value]
-    return None
+    first, last, column, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    if first is None or last is None or column is None or end is None:
+        return None
+    return first, column, last, end
 
 
 def _tree(code: CodeType) -> ast.Module | None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable
+from typing import get_args
 
-from flatout.levers.lever import Choice, Lever
+from flatout.levers.lever import Choice, Lever, Switch
 from flatout.plan_choices import Scope, declared
 
-SWITCHES = ("live", "once", "loader", "process")
+SWITCHES = get_args(Switch)
 
 
 @functools.cache
 def levers_of(scope: Scope) -> tuple[Lever, ...]:
     """The levers of a scope, in the order of `flatout.plan_choices`, except that those with `comes_first` are first and
     those that need a new loader or process come after live ones."""
-    found = [_lever(path) for one in declared().values() if scope in one.scopes for path in one.levers]
+    paths = [path.split(":") for one in declared().values() if scope in one.scopes for path in one.levers]
+    found = [getattr(importlib.import_module(f"flatout.levers.{module}"), name)() for module, name in paths]
     return tuple(sorted(found, key=_turn))
 
 
@@ -28,12 +30,6 @@ def in_order(choices: Iterable[Choice]) -> list[Choice]:
 
 def _turn(lever: Lever) -> tuple[bool, int]:
     return not lever.comes_first, SWITCHES.index(lever.switch)
-
-
-def _lever(path: str) -> Lever:
-    module, name = path.split(":")
-    lever: Lever = getattr(importlib.import_module(f"flatout.levers.{module}"), name)()
-    return lever
 
 
 LEVERS = levers_of("script")

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from flatout.levers.idle import Acts, said_if_idle
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.subject import Subject, Wrapper
-from flatout.levers.training_call import is_checkpointing
+from flatout.levers.subject import Subject, Wrapper, is_checkpointing
 from flatout.machine.description import Machine
 from flatout.precision.outputs import outputs_changed
 from flatout.replaced import Replacement, replaced, replaced_in_torch
@@ -52,6 +51,7 @@ class ChannelsLast(Lever):
 
     name = "channels_last"
     plan_field = "memory_format"
+    names_value = False
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
@@ -78,9 +78,6 @@ class ChannelsLast(Lever):
             said_if_idle(subject, self.name, calls.acts, nothing),
         ):
             yield
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 class _Calls:

@@ -7,9 +7,6 @@ accuracy in every step) is left alone from then on.
 
 This is how a plan, `fit_to_memory`, our models, a user's model and an unmodified script all get this loss. In code
 compiled by torch.compile it does nothing; call `flatout.linear_cross_entropy` there.
-
-It saves memory, and time on a CPU with products of bf16 or where many targets are ignored. So a search keeps it where
-it is faster, where memory is short, or where a plan asks for it.
 """
 
 from __future__ import annotations
@@ -17,12 +14,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.subject import Subject, Undo
-from flatout.levers.training_call import is_checkpointing
+from flatout.levers.subject import Subject, is_checkpointing
 from flatout.machine.description import Machine
 from flatout.replaced import replaced_in_torch
 from flatout.torch_private.late import dispatch
@@ -30,7 +26,6 @@ from flatout.torch_private.late import dispatch
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from flatout.levers.lazy_scores import Source
 
@@ -55,6 +50,7 @@ class ChunkedLoss(Lever):
 
     name = "fused linear + cross-entropy"
     plan_field = "loss"
+    names_value = False
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
@@ -62,7 +58,7 @@ class ChunkedLoss(Lever):
         return Saving(expected=EXPECTED_BY_KERNEL if by_kernel else 0.0, least=-0.3, most=MOST_SAVED)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
-        if observed.compiled_in_script or any(module.compiled for module in observed.modules):
+        if observed.is_compiled:
             return refuse("torch.compile is already used, and compiled code materialises the scores")
         if not observed.optimizers:
             return refuse("there is no optimizer object, so Flatout cannot see when the weights change")
@@ -73,12 +69,9 @@ class ChunkedLoss(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
-        layers = _Layers(subject, lambda why: subject.note_incident(self.name, why))
-        with layers.in_place(), subject.optimizers.each(layers.watch_optimizer):
+        layers = Layers(subject, subject.reporter(self.name))
+        with layers.in_place(), subject.before_steps(layers.weights_change):
             yield
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 def widest_output(model: Module) -> int:
@@ -94,12 +87,6 @@ def widest_output(model: Module) -> int:
     return widest
 
 
-class Linear(Protocol):
-    """torch.nn.functional.linear"""
-
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
-
-
 class WideLayer:
     """How one weight's scores were used so far."""
 
@@ -109,7 +96,7 @@ class WideLayer:
         self.given_up = False
 
 
-class _Layers:
+class Layers:
     """The wide linear layers that are called while the lever is on."""
 
     def __init__(self, subject: Subject, report: Callable[[str], None]) -> None:
@@ -118,6 +105,7 @@ class _Layers:
         self._uses: list[str] = []
         self._judged = False
         self.busy = False
+        """True while scores are computed: linear layers called then are not deferred."""
         self._open: weakref.WeakSet[Source] = weakref.WeakSet()
         """Calls whose scores may still be used."""
 
@@ -138,11 +126,8 @@ class _Layers:
         ):
             yield
 
-    def watch_optimizer(self, optimizer: Optimizer) -> Undo[Optimizer]:
-        hook = optimizer.register_step_pre_hook(lambda *_: self._weights_change())
-        return lambda optimizer: hook.remove()
-
-    def _weights_change(self) -> None:
+    def weights_change(self) -> None:
+        """An optimizer is about to step."""
         for source in list(self._open):
             source.keep()
         if not self._judged:
@@ -153,7 +138,7 @@ class _Layers:
 
     # what a script calls
 
-    def _linear(self, original: Linear) -> Linear:
+    def _linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         import torch
 
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -231,9 +216,11 @@ class _Layers:
     # how the scores were used
 
     def fused(self, source: Source) -> None:
+        """Cross-entropy used them without forming them."""
         source.key.losses += source.in_training
 
     def formed(self, source: Source, by: str) -> None:
+        """They had to be computed, for the operation `by`."""
         self._open.discard(source)
         layer = source.key
         layer.looks += source.in_training

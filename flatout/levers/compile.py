@@ -1,13 +1,8 @@
-"""torch.compile, in place: state dict keys and the module's type stay the same.
-
-Random numbers keep their eager order on the CPU (`fallback_random`), so a compiled run can be compared with an eager
-one step by step, dropout included.
-"""
+"""torch.compile, in place."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +14,7 @@ from flatout.levers.first_compilation import (
     usual_compile_seconds,
 )
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
-from flatout.levers.model_call import Call, set_call, set_training_call, versions_allowed
+from flatout.levers.model_call import call_of, calls_put_back, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
@@ -54,7 +49,7 @@ class Compile(Lever):
         return Saving(expected=0.4 * between, least=-0.75, most=0.9 * observed.busy_share)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
-        if observed.compiled_in_script or any(module.compiled for module in observed.modules):
+        if observed.is_compiled:
             return refuse("torch.compile is already used")
         if observed.differentiates_twice:
             return refuse(
@@ -120,22 +115,15 @@ def _compile(subject: Subject, module: Module, mode: str) -> Undo[Module] | None
     # Blocks of one class share their compiled code. Where they differ in shape (a ResNet's), the compiler would treat
     # the second block's sizes as a dynamic dimension and generate slower code for all of them.
     differ = len(shapes_of(targets)) > 1
-    before: list[Call | None] = [getattr(target, COMPILED_CALL) for target in targets]
-    for target, call in zip(targets, before, strict=True):
+    undo = calls_put_back(targets)
+    for target in targets:
+        plain = call_of(target)
         compile_in_place(
             target,
             mode=None if mode in ("regional", "default") else mode,
             dynamic=False if differ else None,
         )
-        set_training_call(subject, target, getattr(target, COMPILED_CALL), call or plain_call(target))
-
-    changed = [(weakref.ref(target), call) for target, call in zip(targets, before, strict=True)]
-
-    def undo(module: Module) -> None:  # of what was compiled: the model may have other blocks by now
-        for reference, call in changed:
-            if (target := reference()) is not None:
-                set_call(target, call)
-
+        set_training_call(subject, target, call_of(target), plain)
     return undo
 
 

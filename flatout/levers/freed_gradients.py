@@ -10,20 +10,18 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-from torch.optim import Optimizer
 
 from flatout.errors import MachineError
-from flatout.levers.grad_attribute import delete_grad, get_grad, grad_replaced, set_grad
-from flatout.parameters import parameters_of
+from flatout.levers.grad_attribute import delete_grad, get_grad, grad_replaced, held_by, set_grad
 from flatout.torch_private.attributes import IS_REPLICA
 from flatout.torch_private.dispatch import without_torch_function
 from flatout.torch_private.tensors import storage_identity, storage_users, tensor_users
 
+T = TypeVar("T")
 _strided, _Tensor, _Parameter = torch.strided, torch.Tensor, torch.nn.Parameter
 _count_references = sys.getrefcount
 
@@ -51,21 +49,14 @@ class FreedGradients:
 
     # what the script calls
 
-    def of_optimizer(self, original: Callable[[Optimizer, bool], None]) -> Callable[[Optimizer, bool], None]:
-        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            if set_to_none or not _is_plain():
-                original(optimizer, set_to_none)
-            else:
-                self._free(parameters_of(optimizer))
+    def zero_grad(self, original: Callable[[T, bool], None]) -> Callable[[T, bool], None]:
+        """Of optimizers and of modules."""
 
-        return zero_grad
-
-    def of_module(self, original: Callable[[Module, bool], None]) -> Callable[[Module, bool], None]:
-        def zero_grad(module: Module, set_to_none: bool = True) -> None:
-            if set_to_none or not _is_plain() or getattr(module, IS_REPLICA, False):
-                original(module, set_to_none)
+        def zero_grad(owner: T, set_to_none: bool = True) -> None:
+            if set_to_none or not _is_plain() or getattr(owner, IS_REPLICA, False):
+                original(owner, set_to_none)
             else:
-                self._free(module.parameters())
+                self._free(held_by(owner))
 
         return zero_grad
 

@@ -38,6 +38,7 @@ class FusedNorm(Lever):
 
     name = "fused batch norm"
     plan_field = "normalization"
+    names_value = False
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
@@ -49,7 +50,7 @@ class FusedNorm(Lever):
             return refuse("the model is not on the CPU")
         if not any(module.batch_norms for module in observed.modules):
             return refuse("the model has no batch norms")
-        if observed.compiled_in_script or any(module.compiled for module in observed.modules):
+        if observed.is_compiled:
             return refuse("torch.compile is already used, which fuses them too")
         if observed.differentiates_twice:
             return refuse(f"the kernel's gradients have none of their own: {observed.differentiates_twice}")
@@ -74,9 +75,6 @@ class FusedNorm(Lever):
             said_if_idle(subject, self.name, acts, nothing),
         ):
             yield
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 def _obstacle() -> str | None:

@@ -1,7 +1,4 @@
-"""The optimizer's step as one kernel ('fused') or one per operation ('foreach') instead of a loop over tensors.
-
-The flags are set only for the duration of each step, so a state dict that the script saves never shows them.
-"""
+"""The optimizer's step as one kernel ('fused') or one per operation ('foreach') instead of a loop over tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class FusedOptimizer(Lever):
             seen = see_optimizer(optimizer)
             fits = seen.can_fuse if value == "fused" else seen.can_foreach
             if not seen.obstacle and fits:
-                return _switch(optimizer, str(value), lambda why: subject.note_incident(self.name, why))
+                return _switch(optimizer, str(value), subject.reporter(self.name))
             is_so_already = all(group.get(str(value)) for group in optimizer.param_groups)
             if not subject.any_model and not is_so_already:  # a script may have others that it fits
                 why = seen.obstacle or f"{seen.kind} has no {value} implementation for these parameters and settings"
@@ -95,8 +92,15 @@ def _switch(optimizer: Optimizer, value: str, report: Callable[[str], None]) -> 
         if closure is None:
             prepare_dense(optimizer)
             return None
+
+        @functools.wraps(closure)
+        def prepared() -> object:  # it computes the gradients, which can be prepared only then
+            loss = closure()
+            prepare_dense(optimizer)
+            return loss
+
         others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], _prepared(optimizer, closure, prepare_dense), *args[2:]), others
+        return (args[0], prepared, *args[2:]), others
 
     def after(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         _set_flags(optimizer, unset)
@@ -110,20 +114,6 @@ def _switch(optimizer: Optimizer, value: str, report: Callable[[str], None]) -> 
         _move_step_counters(optimizer, to_device=False)
 
     return undo
-
-
-def _prepared(
-    optimizer: Optimizer, closure: Callable[[], object], prepare: Callable[[Optimizer], None]
-) -> Callable[[], object]:
-    """A closure computes the gradients inside the step: they can be prepared only after it has run."""
-
-    @functools.wraps(closure)
-    def prepared() -> object:
-        loss = closure()
-        prepare(optimizer)
-        return loss
-
-    return prepared
 
 
 def _set_flags(optimizer: Optimizer, flags: Mapping[str, bool | None]) -> None:

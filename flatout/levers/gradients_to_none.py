@@ -2,9 +2,8 @@
 
 For the script nothing changes. A freed gradient becomes a tensor of zeros again as soon as anything reads `.grad`: an
 optimizer (which skips parameters without a gradient, but moves those with a zero gradient if it has momentum or decay),
-a clip, a hook, the script itself. A gradient is freed only if nothing else holds it or its memory; one that backward
-left in shared memory is copied, as adding to zeros would have done. What may differ is the sign of zeros: 0 + -0 is 0,
-and a fresh gradient may hold -0. That is why it claims only 'rounding'.
+a clip, a hook, the script itself. One that backward left in shared memory is copied, as adding to zeros would have
+done. 0 + -0 is 0, and a fresh gradient may hold -0: that is why it claims only 'rounding'.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ class GradientsToNone(Lever):
 
     name = "gradients set to None"
     plan_field = "zero_grad"
+    names_value = False
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         if observed.gradients_zeroed is None:
@@ -69,18 +69,15 @@ class GradientsToNone(Lever):
         import torch
 
         from flatout.levers.freed_gradients import FreedGradients
+        from flatout.levers.grad_attribute import zero_grad_replaced
 
-        freed = FreedGradients(lambda why: subject.note_incident(self.name, why))
+        freed = FreedGradients(subject.reporter(self.name))
         with (
             freed.read_as_zeros(),
-            replaced(torch.optim.Optimizer, "zero_grad", freed.of_optimizer),
-            replaced(torch.nn.Module, "zero_grad", freed.of_module),
+            zero_grad_replaced(freed.zero_grad),
             replaced(torch.autograd, "backward", freed.after_backward),
         ):
             yield
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 def _zeroing_seconds(machine: Machine, observed: Observed) -> float | None:

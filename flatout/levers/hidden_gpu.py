@@ -1,9 +1,4 @@
-"""Hide the GPU from a script whose model the CPU would train faster.
-
-Launching an operation on a GPU takes some microseconds whatever its size, so a small model can be faster on the CPU. A
-script that checks whether there is a GPU then trains on the CPU; one that does not check fails in its trial, and stays
-on the GPU.
-"""
+"""Hide the GPU from a script whose model the CPU would train faster."""
 
 from __future__ import annotations
 
@@ -27,6 +22,7 @@ class HiddenGpu(Lever):
 
     name = "trained on the CPU"
     plan_field = "device"
+    names_value = False
     switch = "process"
     comes_first = True
 
@@ -61,6 +57,3 @@ class HiddenGpu(Lever):
 
     def takes(self, value: Value) -> bool:
         return bool(value == "cpu")
-
-    def label(self, value: Value) -> str:
-        return self.name

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from flatout.levers.subject import Subject, Undo
+from flatout.levers.subject import Subject
 from flatout.torch_private.attributes import COMPILED_CALL
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class Acts:
@@ -39,17 +35,13 @@ def said_if_idle(subject: Subject, lever: str, acts: Acts, why: str) -> Iterator
         return
     looked = False
 
-    def look(*_: object) -> None:
+    def look() -> None:
         nonlocal looked
         if not looked and not acts.any and not _is_compiled(subject):
             subject.note_incident(lever, f"in the first step {why}")
         looked = True
 
-    def watch(optimizer: Optimizer) -> Undo[Optimizer]:
-        hook = optimizer.register_step_pre_hook(look)
-        return lambda optimizer: hook.remove()
-
-    with subject.optimizers.each(watch):
+    with subject.before_steps(look):
         yield
 
 

@@ -15,6 +15,7 @@ its own in the autograd graph, through which gradients reach the batch norm.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from torch.nn import functional
 
 from flatout.errors import ScriptError
 from flatout.kernels.batch_norm import batch_norm, norm_gradients
-from flatout.levers.lazy_scores import ABOUT, is_plain
+from flatout.levers.lazy_scores import ABOUT, NodeContext, is_plain
 from flatout.torch_private.dispatch import beside_autograd, tree_map_only, without_subclass_torch_function
 from flatout.torch_private.tensors import grad_slot, wrapper_without_memory
 
@@ -163,12 +164,6 @@ class LazyNorm(torch.Tensor):
         return func(*values[0], **values[1])
 
 
-def lazy_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor) -> LazyNorm:
-    """x: fp32 or bf16 [batch, channels, ...]; weight and bias: fp32 [channels] or None; statistics: those of all three.
-    Like x."""
-    return _deferred(x, weight, bias, statistics)
-
-
 def form(lazy: LazyNorm) -> Tensor:
     """The activations as a plain tensor in autograd's graph, the same one each time."""
     source = lazy.source
@@ -242,10 +237,6 @@ def _relu(input: object, inplace: bool = False) -> Tensor | None:
     return made
 
 
-def _relu_(input: object) -> Tensor | None:
-    return _relu(input, inplace=True)
-
-
 def _add(input: object, other: object, *more: object, inplace: bool = False, **options: object) -> Tensor | None:
     """None where the sum is not of two activations that are alike."""
     if not isinstance(input, LazyNorm):
@@ -274,7 +265,7 @@ _T = torch.Tensor
 _FUSED: dict[object, Callable[..., Tensor | None]] = {
     functional.relu: _relu,
     **dict.fromkeys((torch.relu, _T.relu), _relu),
-    **dict.fromkeys((torch.relu_, _T.relu_), _relu_),
+    **dict.fromkeys((torch.relu_, _T.relu_), functools.partial(_relu, inplace=True)),
     **dict.fromkeys((torch.add, _T.add, _T.__add__, _T.__radd__), _add),
     **dict.fromkeys((_T.add_, _T.__iadd__), _add_),
 }
@@ -286,15 +277,9 @@ _DATA = {_T.data.__get__, _T.data.__set__}  # type: ignore[attr-defined]
 # nodes
 
 
-class _Context(Protocol):
-    """torch.autograd.function.FunctionCtx"""
-
+class _Context(NodeContext, Protocol):
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, Tensor]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class _Deferred(torch.autograd.Function):
@@ -318,7 +303,9 @@ class _Deferred(torch.autograd.Function):
         return others[0] if of_x else None, weight if of_weight else None, bias if of_bias else None, None
 
 
-_deferred: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], LazyNorm] = _Deferred.apply
+lazy_norm: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], LazyNorm] = _Deferred.apply
+"""x: fp32 or bf16 [batch, channels, ...]; weight and bias: fp32 [channels] or None; statistics: those of all three. The
+result is like x."""
 
 
 class _Form(torch.autograd.Function):

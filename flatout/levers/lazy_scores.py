@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flatout.buffers import version_of
 from flatout.errors import ScriptError, UsageError
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 from flatout.levers.score_moves import MOVING, Arguments, DoesMore, Keywords, Operation, log_softmax, shape_alone
@@ -36,7 +37,7 @@ from flatout.torch_private.dispatch import (
 from flatout.torch_private.tensors import grad_slot, is_view, storage_identity, unsafe_view, wrapper_without_memory
 
 if TYPE_CHECKING:
-    from flatout.levers.chunked_loss import WideLayer
+    from flatout.levers.chunked_loss import Layers, WideLayer
 
 LINEAR = functional.linear
 """torch's own, even if it is replaced later."""
@@ -46,23 +47,10 @@ Step = tuple[Operation, Arguments, Keywords, bool]
 T = TypeVar("T")
 
 
-class Watcher(Protocol):
-    """Is notified how a layer's scores are used."""
-
-    busy: bool
-    """True while scores are computed: linear layers called then must not be deferred."""
-
-    def fused(self, source: Source) -> None:
-        """Cross-entropy used them without forming them."""
-
-    def formed(self, source: Source, by: str) -> None:
-        """They had to be computed, for the operation `by`."""
-
-
 class Source:
     """One deferred call of a linear layer: its arguments, and how its scores were used."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, key: WideLayer, watcher: Watcher) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, key: WideLayer, watcher: Layers) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.key, self.watcher = key, watcher
         kind = hidden.device.type
@@ -132,9 +120,7 @@ class Source:
 
     def _fingerprint(self) -> tuple[tuple[int, int], ...]:
         tensors = [one for one in (self.hidden, self.weight, self.bias) if one is not None]
-        return tuple(
-            (0 if one.is_inference() else one._version, storage_identity(one.untyped_storage())) for one in tensors
-        )
+        return tuple((version_of(one), storage_identity(one.untyped_storage())) for one in tensors)
 
 
 def is_plain(tensor: object) -> TypeGuard[Tensor]:
@@ -282,14 +268,14 @@ class Place:
         return scores
 
 
-def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, key: WideLayer, watcher: Watcher) -> LazyScores:
+def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, key: WideLayer, watcher: Layers) -> LazyScores:
     """hidden: [..., features], weight: [classes, features], bias: [classes] or None -> [..., classes]."""
     source = Source(hidden, weight, bias, key, watcher)
     like = shape_alone((*hidden.shape[:-1], source.classes), source.dtype)
     return Place(source, hidden, hidden.dim() - 1, like, None, ()).tensor()
 
 
-class _Context(Protocol):
+class NodeContext(Protocol):
     """torch.autograd.function.FunctionCtx"""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
@@ -297,7 +283,7 @@ class _Context(Protocol):
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
-class _ScoresContext(_Context, Protocol):
+class _ScoresContext(NodeContext, Protocol):
     saved_tensors: tuple[Tensor, Tensor]
     dtype: torch.dtype
     biased: bool
@@ -329,7 +315,7 @@ class _Scores(torch.autograd.Function):
 _scores: Callable[[Tensor, Tensor, Tensor | None, Tensor], LazyScores] = _Scores.apply
 
 
-class _MovedContext(_Context, Protocol):
+class _MovedContext(NodeContext, Protocol):
     before: Place
     step: Step
 
@@ -392,7 +378,7 @@ class _How(TypedDict):
     reduction: Literal["mean", "sum"]
 
 
-class _TwiceContext(_Context, Protocol):
+class _TwiceContext(NodeContext, Protocol):
     saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
     scores: LazyScores | None
     how: _How

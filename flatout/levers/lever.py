@@ -106,6 +106,10 @@ class Lever:
     """A process setting that TrainStep turns on only for its own calls, so that other models keep their numbers."""
     halves_activations: ClassVar[bool] = False
     """True where activations saved for backward take half the memory."""
+    names_value: ClassVar[bool] = True
+    """False where reports name it alone: it has one value, or its name says it."""
+    usual_saving: ClassVar[Saving] = Saving(expected=0.01, least=-0.1, most=0.3)
+    """The predicted saving of one that predicts none from what was observed."""
     comes_first: ClassVar[bool] = False
     """True where it changes what every other lever does, so that it has to be decided before them."""
 
@@ -126,7 +130,7 @@ class Lever:
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         """The predicted saving, which decides when the lever is tried and whether it can pay off at all."""
-        return Saving(expected=0.01, least=-0.1, most=0.3)
+        return self.usual_saving
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         """The values to try on this machine for this loop, or why there are none."""
@@ -156,7 +160,7 @@ class Lever:
 
     def label(self, value: Value) -> str:
         """The choice as reports name it."""
-        return self.name if value is True else f"{self.name} {value}"
+        return f"{self.name} {value}" if self.names_value and value is not True else self.name
 
 
 @dataclass(frozen=True)

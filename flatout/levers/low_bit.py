@@ -75,6 +75,8 @@ class LowBitOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        import torch
+
         obstacle = low_bit_obstacle(optimizer)
         if obstacle is not None:
             raise UsageError(
@@ -85,7 +87,8 @@ class LowBitOptimizer:
         self._optimizer = optimizer
         large = [one for one in parameters_of(optimizer) if _is_large(one)]
         self._large = {id(one) for one in large}
-        self._codes = _optimizer_class(_decoupled(optimizer))(large)
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
+        self._codes = _optimizer_class(decoupled)(large)
         self._hook = optimizer.register_state_dict_post_hook(lambda optimizer, state: without_codes(state))
         self._adopt()
 
@@ -172,7 +175,8 @@ def is_in_codes(value: object) -> TypeGuard[OptimState8bit]:
 
 def copied_codes(optimizer: Optimizer) -> dict[int, OptimState8bit]:
     """A memo for `copy.deepcopy` of the optimizer: copies of moments in codes, which deepcopy cannot copy."""
-    held = (one for state in optimizer.state.values() for one in state.values() if is_in_codes(one))
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]  # others keep a tensor
+    held = (one for state in states for one in state.values() if is_in_codes(one))
     return {
         id(one): type(one)(one.codes.clone(), one.scale.clone(), one.qmap.clone(), one.signed, dtype=one.dtype)
         for one in held
@@ -227,17 +231,14 @@ def _find_scales_again(part: OptimState8bit, values: Tensor) -> None:
         part.scale[same] = scale[same]
 
 
-def _decoupled(optimizer: Optimizer) -> bool:
-    import torch
-
-    return isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
-
-
 def import_torchao() -> ModuleType:
-    """torchao.optim."""
-    with _torchao_keeps_quiet():
+    """torchao.optim. On import it logs which of its kernels for other machines do not load; none is needed here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
         import torchao.optim
-
+    finally:
+        logging.disable(before)
     found: ModuleType = torchao.optim
     return found
 
@@ -309,14 +310,3 @@ def _kernels_compile() -> Iterator[None]:
                 limit="torchao's step is compiled: it needs a C++ compiler on the CPU, Triton on CUDA",
                 remedy="install one, or drop optimizer_state",
             ) from error
-
-
-@contextlib.contextmanager
-def _torchao_keeps_quiet() -> Iterator[None]:
-    """On import, torchao logs which of its kernels for other machines do not load; none of them is needed here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

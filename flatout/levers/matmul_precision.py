@@ -1,8 +1,4 @@
-"""fp32 tensors, but products in fewer bits: TF32 on CUDA; on CPUs oneDNN, which may use bf16.
-
-oneDNN chooses by shape and instruction set whether it uses fewer bits: sometimes the gain is only that its fp32 product
-is faster than the default. The proof shows which it was.
-"""
+"""fp32 tensors, but products in fewer bits: TF32 on CUDA; on CPUs oneDNN, which may use bf16."""
 
 from __future__ import annotations
 

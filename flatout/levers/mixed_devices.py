@@ -14,7 +14,7 @@ Copies are differentiable, so gradients cross devices too. A call that also fail
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -84,12 +84,12 @@ class MixedDevices(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in TO_THE_HOST:
             args = (placed(args[0], "cpu"), *args[1:])
-        elif func in LOSSES and self._kinds(args, kwargs) == {"cpu", self.kind}:
+        elif func in LOSSES and _kinds(args, kwargs) == {"cpu", self.kind}:
             args, kwargs = placed((args, kwargs), self.device)
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            kinds = self._kinds(args, kwargs)
+            kinds = _kinds(args, kwargs)
             if self.kind not in kinds:
                 raise
             failed = error
@@ -113,17 +113,15 @@ class MixedDevices(TorchFunctionMode):
         )
         return result
 
-    def _kinds(self, args: Arguments, kwargs: Keywords) -> set[str]:
-        return {one.device.type for one in _tensors((args, kwargs))}
-
 
 def _call(func: Function, arguments: tuple[Arguments, Keywords]) -> object:
     args, kwargs = arguments
     return func(*args, **kwargs)
 
 
-def _tensors(values: object) -> Iterator[Tensor]:
-    return (one for one in tree_leaves(values) if isinstance(one, Tensor))
+def _kinds(args: Arguments, kwargs: Keywords) -> set[str]:
+    """The kinds of devices on which there are tensors."""
+    return {one.device.type for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
 
 
 def placed(values: T, target: torch.device | str, but: Tensor | None = None) -> T:

@@ -8,10 +8,11 @@ calls.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from flatout.levers.subject import Subject, Wrapper
+from flatout.levers.subject import Subject, Undo, Wrapper
 from flatout.replaced import settings_changed
 from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 from flatout.torch_private.compiler import dynamo_settings
@@ -29,8 +30,7 @@ RECOMPILE_LIMIT = 64
 def calls_wrapped(model: Module, wrapper: Wrapper) -> Iterator[list[int]]:
     """Put `wrapper(model, call)` around each call of `model`; yields a list that grows by one item per call."""
     calls: list[int] = []
-    before: Call | None = getattr(model, COMPILED_CALL)
-    call: Call = before or plain_call(model)
+    before, call = getattr(model, COMPILED_CALL), call_of(model)
 
     def wrapped(*args: object, **kwargs: object) -> object:
         calls.append(1)
@@ -41,6 +41,27 @@ def calls_wrapped(model: Module, wrapper: Wrapper) -> Iterator[list[int]]:
         yield calls
     finally:
         set_call(model, before)
+
+
+def call_of(module: Module) -> Call:
+    """What `module(...)` runs."""
+    call: Call = getattr(module, COMPILED_CALL) or plain_call(module)
+    return call
+
+
+def calls_put_back(modules: Sequence[Module]) -> Undo[Module] | None:
+    """What gives these modules of a model the calls that they have now; None without any.
+
+    It knows them by themselves, as the model may have other layers by then, and keeps none alive.
+    """
+    before = [(weakref.ref(one), getattr(one, COMPILED_CALL)) for one in modules]
+
+    def undo(model: Module) -> None:
+        for reference, call in before:
+            if (one := reference()) is not None:
+                set_call(one, call)
+
+    return undo if before else None
 
 
 def set_training_call(subject: Subject, module: Module, call: Call, plain: Call) -> None:

@@ -1,9 +1,4 @@
-"""Run a script that trains on the CPU and names no device on the GPU of the machine.
-
-Weights are moved in place, so the optimizer keeps the same parameters; its state, buffers and tensors held as module
-attributes move with them. Each call of the model gets its inputs on the GPU; elsewhere the script may hold tensors on
-either device, and `mixed_devices` moves them where an operation mixes both.
-"""
+"""Run a script that trains on the CPU and names no device on the GPU of the machine."""
 
 from __future__ import annotations
 
@@ -35,12 +30,11 @@ class MovedToDevice(Lever):
 
     name = "moved to the GPU"
     plan_field = "device"
+    names_value = False
+    usual_saving = Saving(expected=0.8, least=-4.0, most=0.99)
     switch = "process"
     comes_first = True
     acts_on_forward = True
-
-    def saving(self, machine: Machine, observed: Observed) -> Saving:
-        return Saving(expected=0.8, least=-4.0, most=0.99)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not machine.usable_gpus:
@@ -58,7 +52,7 @@ class MovedToDevice(Lever):
         from flatout.levers.mixed_devices import MixedDevices
 
         device = placement(str(value))
-        mode = MixedDevices(device, lambda why: subject.note_incident(self.name, why))
+        mode = MixedDevices(device, subject.reporter(self.name))
         mode.start()
         try:
             with (
@@ -71,9 +65,6 @@ class MovedToDevice(Lever):
 
     def takes(self, value: Value) -> bool:
         return value != "cpu"
-
-    def label(self, value: Value) -> str:
-        return self.name
 
 
 def _move_module(module: Module, device: torch.device) -> Undo[Module]:
@@ -122,10 +113,15 @@ def _place_optimizer(optimizer: Optimizer, device: torch.device | str) -> None:
     """Move its parameters, if no module has moved them already, and its state; step counters stay on the CPU."""
     import torch
 
+    from flatout.levers.mixed_devices import placed
+
     for parameter in parameters_of(optimizer):
         if parameter.device.type != torch.device(device).type:
             _place(parameter, device)
-    for state in optimizer.state.values():
+    for key, state in optimizer.state.items():
+        if not isinstance(state, dict):  # an optimizer of the script may keep a tensor
+            optimizer.state[key] = placed(state, device)
+            continue
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and (name != "step" or value.dim()):
                 state[name] = value.to(device)

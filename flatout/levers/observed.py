@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+from flatout.decoding import decode
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 
@@ -139,6 +139,11 @@ class Observed:
         return self.breakdown_seconds[kind] / self.step_seconds
 
     @property
+    def is_compiled(self) -> bool:
+        """Does the script compile, or was what trains compiled before it was called?"""
+        return self.compiled_in_script or any(module.compiled for module in self.modules)
+
+    @property
     def busy_share(self) -> float:
         """The share of forward and backward passes; a typical one where it was not measured."""
         shares = [self.share(kind) for kind in ("forward", "backward")]
@@ -193,11 +198,5 @@ class Observed:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Observed:  # JSON that `to_json` wrote
-        fields = dict(data)
-        fields["optimizers"] = tuple(OptimizerSeen(**item) for item in data.get("optimizers", ()))
-        fields["loaders"] = tuple(LoaderSeen(**item) for item in data.get("loaders", ()))
-        fields["modules"] = tuple(
-            ModuleSeen(**{**item, "dtypes": tuple(item.get("dtypes", ()))}) for item in data.get("modules", ())
-        )
-        return cls(**fields)
+    def from_json(cls, data: object) -> Observed:
+        return decode(cls, data)

@@ -6,10 +6,7 @@ gradient is freed, so that the gradients are never all held at once.
 
 The weights are bit-identical if nothing can look at weights or gradients in between. So it acts only on backward passes
 that the source shows to be followed directly by the step (`flatout.levers.call_site`), with gradients freed before, and
-on optimizers that update each parameter independently. Every other pass runs as written. Reading a gradient that was
-freed after its update raises an error; it never gives None.
-
-It saves memory, not time, so `flatout tune` tries it only with `--fit`.
+on optimizers that update each parameter independently.
 """
 
 from __future__ import annotations
@@ -18,11 +15,10 @@ import contextlib
 from collections.abc import Iterator
 
 from flatout.levers.autocast import Autocast
-from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.replaced import replaced
 
 
 class OptimizerInBackward(Lever):
@@ -35,9 +31,7 @@ class OptimizerInBackward(Lever):
 
     name = "updates in backward"
     plan_field = "optimizer_in_backward"
-
-    def saving(self, machine: Machine, observed: Observed) -> Saving:
-        return COSTS_TIME
+    usual_saving = COSTS_TIME
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.optimizers:
@@ -59,20 +53,14 @@ class OptimizerInBackward(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
-        import torch
+        from flatout.levers.grad_attribute import zero_grad_replaced
+        from flatout.levers.updating_passes import ConsumedGradients, UpdatingPasses
 
-        from flatout.levers.consumed_gradients import ConsumedGradients
-        from flatout.levers.updating_passes import UpdatingPasses
-
-        if not value:
-            yield
-            return
         guards = contextlib.ExitStack()
         consumed = ConsumedGradients(guards.close)
         guards.enter_context(consumed.guarded())
-        guards.enter_context(replaced(torch.optim.Optimizer, "zero_grad", consumed.of_optimizer))
-        guards.enter_context(replaced(torch.nn.Module, "zero_grad", consumed.of_module))
-        passes = UpdatingPasses(subject, consumed, lambda why: subject.note_incident(self.name, why))
+        guards.enter_context(zero_grad_replaced(consumed.zero_grad))
+        passes = UpdatingPasses(subject, consumed, subject.reporter(self.name))
         try:
             with subject.around_backward(passes.around):
                 yield

@@ -2,9 +2,7 @@
 
 Right before each of its steps `flatout.levers.low_bit` steps the large parameters, and its own step runs on a copy of
 the optimizer without them. Everything happens at the script's own step, so clipping, scaling, accumulation and skipped
-steps work as before. `state_dict` holds plain moments: the script can load what it saved with or without this lever.
-
-It saves memory, not time, so `flatout tune` tries it only with `--fit`.
+steps work as before.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Value, Verdict, offer, refuse
 from flatout.levers.low_bit import LowBitOptimizer, import_torchao, low_bit_obstacle
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
@@ -35,10 +33,8 @@ class LowBitState(Lever):
 
     name = "optimizer state"
     plan_field = "optimizer_state"
+    usual_saving = COSTS_TIME
     compiles = True
-
-    def saving(self, machine: Machine, observed: Observed) -> Saving:
-        return COSTS_TIME
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.optimizers:
@@ -58,11 +54,8 @@ class LowBitState(Lever):
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import_torchao()  # now, not during the script's first step
 
-        def report(why: str) -> None:
-            subject.note_incident(self.name, why)
-
         def visit(optimizer: Optimizer) -> Undo[Optimizer] | None:
-            return None if low_bit_obstacle(optimizer) else _hold_in_codes(optimizer, report)
+            return None if low_bit_obstacle(optimizer) else _hold_in_codes(optimizer, subject.reporter(self.name))
 
         with subject.optimizers.each(visit):
             yield

@@ -1,8 +1,6 @@
 """Copy batches to the GPU without making the host wait: it continues to queue work while they are copied.
 
-A plain `x.to("cuda")` waits until the GPU has finished everything queued before it. Here the values are first copied to
-page-locked memory of their own, so the script may change its tensor afterwards, also through numpy. From there they are
-copied in stream order, and that memory is reused only when the copy is done.
+From page-locked memory values are copied in stream order, and that memory is reused only when the copy is done.
 
 Scripts that could see a difference are refused, or end it: those that use another stream, which may not wait for this
 one (their files mention streams, or something enters one), and those that copy from the GPU without waiting, where so
@@ -67,7 +65,7 @@ class OverlappedCopies(Lever):
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
 
-        copies = _Copies(lambda why: subject.note_incident(self.name, why))
+        copies = _Copies(subject.reporter(self.name))
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies from the GPU so far are complete: no later copy has to wait for them
         with (

@@ -1,31 +1,20 @@
 """Operations that only rearrange scores, applied to the layer's input instead of the scores.
 
-Each function takes the scores' description (`Deferred`), the operation and its other arguments, and returns the
+Each function takes the scores' description (`Place`), the operation and its other arguments, and returns the
 description of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-
-class Deferred(Protocol):
-    """Scores that have not been computed."""
-
-    like: Tensor
-    """Their shape and dtype; takes no memory."""
-    features: Tensor
-    """Like the scores, with the layer's input features in place of the classes."""
-    axis: int
-    """The dimension of the classes."""
-    is_normalised: bool
-    classes: int
-    """How many there are: those of the layer, or the first of them."""
+if TYPE_CHECKING:
+    from flatout.levers.lazy_scores import Place
 
 
 def shape_alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -44,7 +33,7 @@ Arguments = tuple[object, ...]
 Keywords = dict[str, object]
 
 
-def _reshape(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+def _reshape(place: Place, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     like = func(place.like, *args, **kwargs)
     last = like.dim() - 1
     fits = place.axis == place.like.dim() - 1 and like.shape[last] == place.classes
@@ -53,23 +42,23 @@ def _reshape(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords
     return like, place.features.reshape(*like.shape[:-1], place.features.shape[-1]), last
 
 
-def _permute(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+def _permute(place: Place, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     order = func(torch.empty(tuple(range(place.like.dim())), device="meta"), *args, **kwargs).shape
     return func(place.like, *args, **kwargs), func(place.features, *args, **kwargs), list(order).index(place.axis)
 
 
-def _same(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+def _same(place: Place, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     return place.like, place.features, place.axis
 
 
-def _cast(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+def _cast(place: Place, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     given = [*args, *kwargs.values()] or [torch.float32]
     if len(given) > 1 or not isinstance(given[0], torch.dtype) or not given[0].is_floating_point:
         raise DoesMore
     return shape_alone(place.like.shape, given[0]), place.features, place.axis
 
 
-def log_softmax(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+def log_softmax(place: Place, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     dimension: Any = kwargs.get("dim", args[0] if args else None)  # whatever torch takes for one
     more = {name for name, value in kwargs.items() if value is not None} - {"dim", "_stacklevel"} or len(args) > 1
     if more or dimension is None or dimension % place.like.dim() != place.axis or place.is_normalised:
@@ -78,11 +67,11 @@ def log_softmax(place: Deferred, func: Operation, args: Arguments, kwargs: Keywo
     return shape_alone(place.like.shape, torch.float32 if exact else place.like.dtype), place.features, place.axis
 
 
-def _detach(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+def _detach(place: Place, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     return place.like, place.features.detach(), place.axis
 
 
-def _index(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+def _index(place: Place, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     index: Any  # whatever torch takes for one
     (index,) = args
     if (count := first_classes(place, index)) is not None:
@@ -94,7 +83,7 @@ def _index(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) 
     return shape_alone(shape, place.like.dtype), features, len(shape) - 1
 
 
-def first_classes(place: Deferred, index: object) -> int | None:
+def first_classes(place: Place, index: object) -> int | None:
     """How many classes, if an index takes the first ones and does nothing else: `scores[..., :50257]` of a padded
     layer."""
     if place.axis != place.like.dim() - 1 or place.is_normalised or not isinstance(index, tuple) or not index:
@@ -109,13 +98,9 @@ def first_classes(place: Deferred, index: object) -> int | None:
     return min(last.stop, place.classes)
 
 
-def _items(index: object) -> tuple[object, ...]:
-    return index if isinstance(index, tuple) else (index,)
-
-
 def _spares_classes(index: object, dimensions: int) -> bool:
     """Does an index keep the whole last dimension?"""
-    items = _items(index)
+    items = index if isinstance(index, tuple) else (index,)
     taken = 0
     for one in items:
         if isinstance(one, Tensor) and type(one) is Tensor and one.dtype in (torch.bool, torch.int64):
@@ -130,7 +115,7 @@ def _spares_classes(index: object, dimensions: int) -> bool:
 
 
 _T = torch.Tensor
-MOVING: dict[object, Callable[[Deferred, Operation, Arguments, Keywords], Moved]] = {
+MOVING: dict[object, Callable[[Place, Operation, Arguments, Keywords], Moved]] = {
     **dict.fromkeys((_T.view, _T.reshape, _T.flatten, _T.unsqueeze, _T.squeeze, _T.unflatten), _reshape),
     **dict.fromkeys((torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze, torch.unflatten), _reshape),
     **dict.fromkeys((_T.transpose, _T.permute, _T.swapaxes, _T.movedim, _T.swapdims, _T.moveaxis), _permute),

@@ -7,16 +7,23 @@ undoes it, and is called when the lever is turned off.
     with lever.apply(subject, True):     # acts on present and future objects
         ...                              # steps run
                                          # all undone
+
+Levers act on the calls of a model that train, and on no others: a trial proves them on training steps alone.
+Evaluation, what the script does after training, and what takes a model apart (tracing, torch.func) run exactly as
+written. What activation checkpointing recomputes runs as it did in forward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from flatout.levers.training_call import CheckpointedCalls, TrainingModes, is_plain_training, is_recomputation
+from flatout.torch_private.compiler import fx_trace_is_under_way
+from flatout.torch_private.late import dispatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,8 +106,11 @@ class Subject:
 
     def __init__(self, *, training_only: bool = False, any_model: bool = True) -> None:
         self.training_only, self.any_model = training_only, any_model
-        self._modes = TrainingModes()
-        self._checkpointed = CheckpointedCalls()
+        self._modes: tuple[Handles[Module], Handles[Module]] = Handles(), Handles()
+        """The modules that train in evaluation mode, as a frozen backbone or a whole script may, and the others."""
+        self._checkpointed: Handles[Module] = Handles()
+        """Those of which a whole outermost call was checkpointed, `checkpoint(model, x)`. When recomputed, their calls
+        are outermost again; those of other modules were inside one."""
         self.modules: Handles[Module] = Handles()
         self.optimizers: Handles[Optimizer] = Handles()
         self.loaders: Handles[DataLoader[object]] = Handles()
@@ -124,6 +134,10 @@ class Subject:
         if (lever, why) not in self.incidents:
             self.incidents.append((lever, why))
 
+    def reporter(self, lever: str) -> Callable[[str], None]:
+        """`note_incident` of that lever."""
+        return functools.partial(self.note_incident, lever)
+
     @property
     def in_use(self) -> bool:
         """Has any lever registered a callback?"""
@@ -131,7 +145,8 @@ class Subject:
 
     def note_training(self, module: Module) -> None:
         """Record that `module` trains in the mode it is in now (`module.training`)."""
-        self._modes.note(module)
+        if not any(module in known for known in self._modes):
+            self._modes[bool(module.training)].add(module)
 
     def acts_on(self, module: Module) -> bool:
         """Do levers act on the call of `module` that is about to run?"""
@@ -140,45 +155,82 @@ class Subject:
     def call(self, module: Module, function: Callable[[], object]) -> object:
         """Run an outermost module call, inside the levers' wrappers where levers act on it."""
         if is_plain_training():
-            self._checkpointed.note(module)
+            if is_checkpointing("_checkpoint_hook"):
+                self._checkpointed.add(module)
         elif module not in self._checkpointed or not is_recomputation():
             return function()
         if not self._is_as_in_training(module):
             return function()
         for wrapper in self.wrappers:
-            function = _bind(wrapper, module, function)
+            function = functools.partial(wrapper, module, function)
         return function()
 
     def _is_as_in_training(self, module: Module) -> bool:
-        return not self.training_only or self._modes.is_as_in_training(module)
+        """Is it in the mode it trains in? True for unknown modules."""
+        return not self.training_only or module not in self._modes[not module.training]
 
-    @contextlib.contextmanager
-    def around_calls(self, wrapper: Wrapper) -> Iterator[None]:
+    def around_calls(self, wrapper: Wrapper) -> AbstractContextManager[None]:
         """Put `wrapper(module, call)` around every outermost module call."""
-        self.wrappers.append(wrapper)
-        try:
-            yield
-        finally:
-            self.wrappers.remove(wrapper)
+        return _listed(self.wrappers, wrapper)
 
-    @contextlib.contextmanager
-    def around_backward(self, wrapper: BackwardWrapper) -> Iterator[None]:
+    def around_backward(self, wrapper: BackwardWrapper) -> AbstractContextManager[None]:
         """Put `wrapper(roots, run)` around every backward pass; `run(roots)` performs it."""
-        self.backward_wrappers.append(wrapper)
-        try:
-            yield
-        finally:
-            self.backward_wrappers.remove(wrapper)
+        return _listed(self.backward_wrappers, wrapper)
 
-    @contextlib.contextmanager
-    def before_iterators(self, hook: Callable[[DataLoader[object]], None]) -> Iterator[None]:
+    def before_iterators(self, hook: Callable[[DataLoader[object]], None]) -> AbstractContextManager[None]:
         """Call `hook(loader)` each time before a DataLoader makes an iterator."""
-        self.iterator_hooks.append(hook)
-        try:
-            yield
-        finally:
-            self.iterator_hooks.remove(hook)
+        return _listed(self.iterator_hooks, hook)
+
+    def before_steps(self, hook: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `hook()` before each step of each optimizer."""
+
+        def watch(optimizer: Optimizer) -> Undo[Optimizer]:
+            handle = optimizer.register_step_pre_hook(lambda *_: hook())
+            return lambda optimizer: handle.remove()
+
+        return self.optimizers.each(watch)
 
 
-def _bind(wrapper: Wrapper, module: Module, inner: Callable[[], object]) -> Callable[[], object]:
-    return lambda: wrapper(module, inner)
+@contextlib.contextmanager
+def _listed(items: list[T], item: T) -> Iterator[None]:
+    """`item` is one of `items` until the context ends."""
+    items.append(item)
+    try:
+        yield
+    finally:
+        items.remove(item)
+
+
+def is_plain_training() -> bool:
+    """Is this an ordinary forward that will be differentiated: not inside a backward pass, under torch.func or while
+    being traced?"""
+    return bool(dispatch().current_graph_task() == -1) and _is_differentiated()
+
+
+def is_recomputation() -> bool:
+    """Is a backward pass recomputing part of an ordinary forward?
+
+    `torch.utils.checkpoint` with use_reentrant=False does. Reentrant checkpoints, and functions with a backward of
+    their own, ran their forward without gradients, as plain calls, and recompute it in the same way.
+    """
+    return dispatch().current_graph_task() != -1 and is_checkpointing("_recomputation_hook") and _is_differentiated()
+
+
+def _is_differentiated() -> bool:
+    import torch
+
+    private = dispatch()
+    return (
+        torch.is_grad_enabled()
+        and private.transform_level() is None
+        and private.jit_trace_under_way() is None
+        and not fx_trace_is_under_way()
+    )
+
+
+def is_checkpointing(hook: str = "") -> bool:
+    """Do tensors saved for backward now go to `torch.utils.checkpoint`? hook: only through the hook of this name."""
+    hooks = dispatch().saved_tensor_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return False
+    return bool(hooks[0].__qualname__.startswith(hook))

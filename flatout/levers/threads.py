@@ -1,14 +1,14 @@
-"""How many threads share one operation on the CPU: with small tensors, handing work over costs more than it saves."""
+"""How many threads share one operation on the CPU."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
+from flatout.replaced import settings_changed
 from flatout.units import format_seconds
 
 HANDOVER_SECONDS = 10e-6
@@ -50,13 +50,24 @@ class Threads(Lever):
             return refuse("there is one core")
         return offer(*sorted(values, reverse=True), reason=f"torch uses {observed.threads} of {available} cores")
 
-    @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
+        return settings_changed(_TORCH, threads=int(value))
+
+
+class _Torch:
+    """Its number of threads as an attribute: contexts of several steps may overlap, and end in any order."""
+
+    @property
+    def threads(self) -> int:
         import torch
 
-        before = torch.get_num_threads()
-        torch.set_num_threads(int(value))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        return torch.get_num_threads()
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+_TORCH = _Torch()

@@ -1,13 +1,16 @@
-"""Backward passes that update parameters, for a script: which of them may, and what is checked while one does.
+"""Backward passes that update parameters, for a script: which may, what is checked meanwhile, what happens afterwards.
 
-Imported when the lever is on, after the script has imported torch.
+Until the script frees a gradient itself, reading one that was freed after its update raises an error: code that saw
+None could act on it. Imported when the lever is on, after the script has imported torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +18,112 @@ from torch.optim import Optimizer
 
 from flatout.errors import ScriptError
 from flatout.levers.call_site import FoundSite, after_backward
-from flatout.levers.consumed_gradients import REMEDY, ConsumedGradients
+from flatout.levers.grad_attribute import delete_grad, get_grad, grad_replaced, held_by, set_grad
 from flatout.levers.in_backward import UpdatesInBackward, hook_obstacle, optimizer_obstacle
 from flatout.levers.subject import Roots, Subject
 from flatout.parameters import parameters_of
 from flatout.signals import held_back
+
+T = TypeVar("T")
+CARRIERS = ("torch.optim.", "torch.nn.modules.", "flatout.")
+"""Modules that only pass gradients on, or apply the update, which has been made already."""
+REMEDY = "run it without optimizer_in_backward"
+
+
+class ConsumedGradients:
+    """The parameters whose gradients were consumed, and those whose gradients the script has freed since. `when_done`
+    is called after `close`, as soon as nothing is left to guard."""
+
+    def __init__(self, when_done: Callable[[], None]) -> None:
+        self._when_done = when_done
+        self._closing = False
+        self._gone: dict[int, weakref.ref[Tensor]] = {}
+        self._freed: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, parameter: Tensor) -> None:
+        """Its gradient was used and freed."""
+        key = id(parameter)
+        self._gone[key] = weakref.ref(parameter, lambda _: self._forget(key))
+        self._freed.pop(id(parameter), None)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return _holds(self._gone, parameter)
+
+    def was_freed(self, parameter: Tensor) -> bool:
+        """Has the script freed its gradient since it was last updated here?"""
+        return _holds(self._freed, parameter)
+
+    def parameters(self) -> list[Tensor]:
+        return [one for reference in list(self._gone.values()) if (one := reference()) is not None]
+
+    def close(self) -> None:
+        """Nothing will be added any more."""
+        self._closing = True
+        self._end_if_done()
+
+    # what the script calls
+
+    def zero_grad(self, original: Callable[[T, bool], None]) -> Callable[[T, bool], None]:
+        """Of optimizers and of modules."""
+
+        def zero_grad(owner: T, set_to_none: bool = True) -> None:
+            self._free(held_by(owner), bool(set_to_none))
+            original(owner, set_to_none)
+
+        return zero_grad
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Reading `.grad` of these parameters raises ScriptError, until the script frees or sets it."""
+        gone = self._gone
+
+        def read(parameter: Tensor) -> Tensor | None:
+            if id(parameter) in gone and parameter in self and not _carries(sys._getframe(1).f_globals):
+                raise ScriptError(
+                    "a gradient is read",
+                    limit="it was freed when its parameter was updated, within the backward pass",
+                    remedy=REMEDY,
+                )
+            return get_grad(parameter)
+
+        def write(parameter: Tensor, gradient: Tensor | None) -> None:
+            set_grad(parameter, gradient)
+            self._forget(id(parameter))
+
+        def delete(parameter: Tensor) -> None:
+            delete_grad(parameter)
+            self._forget(id(parameter))
+
+        with grad_replaced(read, write, delete):
+            yield
+
+    def _free(self, parameters: Iterable[Tensor], to_none: bool) -> None:
+        for parameter in parameters:
+            if parameter in self:
+                self._forget(id(parameter))
+                if not to_none:
+                    set_grad(parameter, torch.zeros_like(parameter, requires_grad=False))
+            if to_none:
+                self._freed[id(parameter)] = weakref.ref(parameter)
+            else:
+                self._freed.pop(id(parameter), None)
+
+    def _forget(self, key: int) -> None:
+        if self._gone.pop(key, None) is not None:
+            self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._closing and not self.parameters():
+            self._when_done()
+
+
+def _holds(references: dict[int, weakref.ref[Tensor]], parameter: Tensor) -> bool:
+    reference = references.get(id(parameter))
+    return reference is not None and reference() is parameter
+
+
+def _carries(reader: dict[str, object]) -> bool:
+    return str(reader.get("__name__")).startswith(CARRIERS)
 
 
 class UpdatingPasses:
@@ -49,8 +153,8 @@ class UpdatingPasses:
         found = pass_obstacle(site.optimizers, self._subject)
         if found:
             return found
-        freed_next = {id(one) for owner in site.zeroed for one in _parameters_of(owner)}
-        for parameter in _trained(site.optimizers):
+        freed_next = {id(one) for owner in site.zeroed for one in held_by(owner)}
+        for parameter in (one for optimizer in site.optimizers for one in held_by(optimizer) if one.requires_grad):
             if parameter in self._consumed:  # a hook raises if this pass reaches it
                 continue
             if parameter.grad is not None:
@@ -98,18 +202,8 @@ def pass_obstacle(optimizers: Sequence[Optimizer], subject: Subject) -> str:
         if found:
             return found
     others = [one for one in subject.optimizers if all(one is not mine for mine in optimizers)]
-    theirs = {id(parameter) for optimizer in others for parameter in _parameters_of(optimizer)}
-    held = [id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)]
+    theirs = {id(parameter) for optimizer in others for parameter in held_by(optimizer)}
+    held = [id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)]
     if theirs.intersection(held) or len(set(held)) < len(held):
         return "two optimizers share parameters"
     return hook_obstacle(subject.modules)
-
-
-def _parameters_of(owner: object) -> Iterator[Tensor]:
-    if isinstance(owner, torch.optim.Optimizer):
-        return iter(parameters_of(owner))
-    return iter(owner.parameters()) if isinstance(owner, torch.nn.Module) else iter(())
-
-
-def _trained(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    return (one for optimizer in optimizers for one in _parameters_of(optimizer) if one.requires_grad)

@@ -7,7 +7,7 @@ of it. What could not be measured is None, and `reasons` says why: another machi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from flatout.decoding import decode
@@ -30,18 +30,6 @@ class Peak:
     @classmethod
     def from_json(cls, data: object) -> Peak:
         return decode(cls, data)
-
-
-_RATES = (
-    "memory_read_bytes_per_second",
-    "memory_copy_bytes_per_second",
-    "host_to_device_pinned_bytes_per_second",
-    "host_to_device_pageable_bytes_per_second",
-    "device_to_host_pinned_bytes_per_second",
-    "device_to_host_pageable_bytes_per_second",
-    "launches_per_second",
-    "disk_read_bytes_per_second",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +84,9 @@ class Ceilings:
     @classmethod
     def from_json(cls, data: object) -> Ceilings:
         return decode(cls, data)
+
+
+_RATES = tuple(one.name for one in fields(Ceilings) if one.name.endswith("_per_second") and one.name[:4] != "gemm")
 
 
 def _higher(a: Peak | None, b: Peak | None) -> Peak | None:

@@ -26,19 +26,8 @@ from flatout.units import format_bytes
 
 # CPU flags that matter for matrix products. x86 and ARM names do not clash but for 'bf16' and 'i8mm', which are ARM's.
 _FEATURES = (
-    "avx2",
-    "avx512f",
-    "avx_vnni",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_bf16",
-    "amx_int8",
-    "amx_fp16",
-    "asimdhp",
-    "sve",
-    "bf16",
-    "i8mm",
+    *("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_bf16", "amx_int8", "amx_fp16", "asimdhp", "sve", "bf16", "i8mm"),
 )
 # A line of torch/version.py. Not by `ast.parse`, which fails at times in several threads at once (CPython 3.11).
 _CONSTANT = re.compile(r"""^(\w+)(?:\s*:[^=]*)?\s*=\s*["']([^"']*)["']""", re.MULTILINE)

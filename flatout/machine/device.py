@@ -1,8 +1,7 @@
-"""The device seam: everything that differs between a CPU, a GPU, a scripted one and a recorded one.
+"""The device seam: everything that differs between a CPU and a GPU.
 
 An accelerator works asynchronously, so time is read from marks that the device itself passes: `mark()` costs no
-wait, and `elapsed_seconds` waits only for its two marks. On the CPU a mark is a reading of the clock. FakeDevice runs
-on a clock that the test moves; ReplayedDevice gives the answers that a real device once gave.
+wait, and `elapsed_seconds` waits only for its two marks. On the CPU a mark is a reading of the clock.
 
 >>> device = CpuDevice()
 >>> start = device.mark(); end = device.mark()
@@ -12,17 +11,13 @@ True
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import psutil
-
-from flatout.decoding import decode
-from flatout.errors import MachineError, UsageError
+from flatout.errors import MachineError
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +54,9 @@ class Device(Protocol):
     def captures(self) -> bool:
         """Is a CUDA graph being captured? Then nothing runs yet, and waiting would end the capture with an error."""
 
-    def memory_allocated_bytes(self) -> int | None:
-        """Held now by tensors (CUDA) or resident in the process (CPU); None: unknown."""
-
     def memory_peak_bytes(self) -> int | None:
-        """The most that was held since `reset_peak`, or since the start where that cannot be reset; None: unknown."""
+        """The most held since `reset_peak`, or since the start where that cannot be reset: by tensors (CUDA), or
+        resident in the process (CPU). None: unknown."""
 
     def reset_peak(self) -> None:
         """Start a new peak, where the device can."""
@@ -125,13 +118,10 @@ class CpuDevice:
     def captures(self) -> bool:
         return False
 
-    def memory_allocated_bytes(self) -> int | None:
-        return int(psutil.Process().memory_info().rss)
-
     def memory_peak_bytes(self) -> int | None:
         """The kernel's high-water mark of resident memory; None without /proc."""
         try:
-            status = Path("/proc/self/status").read_text()
+            status = Path("/proc/self/status").read_text(errors="replace")
         except OSError:
             return None
         peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
@@ -183,164 +173,8 @@ class CudaDevice:
     def captures(self) -> bool:
         return bool(self._cuda.is_current_stream_capturing())
 
-    def memory_allocated_bytes(self) -> int | None:
-        return int(self._cuda.memory_allocated(self._index))
-
     def memory_peak_bytes(self) -> int | None:
         return int(self._cuda.max_memory_allocated(self._index))
 
     def reset_peak(self) -> None:
         self._cuda.reset_peak_memory_stats(self._index)
-
-
-class FakeDevice:
-    """A device on a clock that the test moves: `work(seconds)` is queued, `synchronize` lets it happen."""
-
-    def __init__(self, *, kind: str = "cuda", name: str = "cuda:0") -> None:
-        self.kind, self.name = kind, name
-        self.now_seconds = 0.0
-        self.synchronizations = 0
-        self.is_capturing = False
-        self._queued_seconds = 0.0
-        self._allocated_bytes = self._peak_bytes = 0
-
-    def work(self, seconds: float) -> None:
-        """Queue that much work; the host continues at once."""
-        self._queued_seconds += seconds
-
-    def allocate(self, count_bytes: int) -> None:
-        """Hold more memory (or less, if negative)."""
-        self._allocated_bytes += count_bytes
-        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
-
-    def clock(self) -> float:
-        """The host's clock, for `timing.measure(clock=...)`."""
-        return self.now_seconds
-
-    def synchronize(self) -> None:
-        self.synchronizations += 1
-        self.now_seconds, self._queued_seconds = self.now_seconds + self._queued_seconds, 0.0
-
-    def mark(self) -> Mark:
-        return Mark(seconds=self.now_seconds + self._queued_seconds)
-
-    def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        return (end.seconds or 0.0) - (start.seconds or 0.0)
-
-    def captures(self) -> bool:
-        return self.is_capturing
-
-    def memory_allocated_bytes(self) -> int | None:
-        return self._allocated_bytes
-
-    def memory_peak_bytes(self) -> int | None:
-        return self._peak_bytes
-
-    def reset_peak(self) -> None:
-        self._peak_bytes = self._allocated_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    question: str
-    answer: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Log:
-    """What a RecordingDevice recorded."""
-
-    kind: str
-    name: str
-    answers: tuple[_Answer, ...]
-
-
-class RecordingDevice:
-    """Passes every question on to a real device and keeps the answers, for a ReplayedDevice."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.kind, self.name = device.kind, device.name
-        self._answers: list[_Answer] = []
-
-    def synchronize(self) -> None:
-        self._device.synchronize()
-
-    def mark(self) -> Mark:
-        return self._device.mark()
-
-    def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        seconds = self._device.elapsed_seconds(start, end)
-        self._keep("elapsed_seconds", seconds)
-        return seconds
-
-    def captures(self) -> bool:
-        return self._device.captures()
-
-    def memory_allocated_bytes(self) -> int | None:
-        held = self._device.memory_allocated_bytes()
-        self._keep("memory_allocated_bytes", held)
-        return held
-
-    def memory_peak_bytes(self) -> int | None:
-        peak = self._device.memory_peak_bytes()
-        self._keep("memory_peak_bytes", peak)
-        return peak
-
-    def reset_peak(self) -> None:
-        self._device.reset_peak()
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(_Log(kind=self.kind, name=self.name, answers=tuple(self._answers)))
-
-    def _keep(self, question: str, answer: float | None) -> None:
-        self._answers.append(_Answer(question=question, answer=answer))
-
-
-class ReplayedDevice:
-    """Gives the recorded answers in their order; a question that was not asked then is an error, not a guess."""
-
-    def __init__(self, log: object) -> None:
-        """log: what RecordingDevice.to_json gave. Raises TypeError for anything else."""
-        recorded = decode(_Log, log)
-        self.kind, self.name = recorded.kind, recorded.name
-        self._answers = recorded.answers
-        self._next = 0
-
-    @classmethod
-    def from_file(cls, path: Path) -> ReplayedDevice:
-        return cls(json.loads(path.read_text()))
-
-    def synchronize(self) -> None:
-        """The work was done when the log was written."""
-
-    def mark(self) -> Mark:
-        return Mark()
-
-    def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        seconds = self._answer("elapsed_seconds")
-        assert seconds is not None, "elapsed time is always known"
-        return float(seconds)
-
-    def captures(self) -> bool:
-        return False
-
-    def memory_allocated_bytes(self) -> int | None:
-        return self._bytes("memory_allocated_bytes")
-
-    def memory_peak_bytes(self) -> int | None:
-        return self._bytes("memory_peak_bytes")
-
-    def reset_peak(self) -> None:
-        """Peaks are in the log."""
-
-    def _bytes(self, question: str) -> int | None:
-        held = self._answer(question)
-        return None if held is None else int(held)
-
-    def _answer(self, question: str) -> float | None:
-        recorded = self._answers[self._next].question if self._next < len(self._answers) else "the end of the log"
-        if recorded != question:
-            raise UsageError(f"asked for {question}", limit=f"the log has {recorded}", remedy="record it again")
-        self._next += 1
-        return self._answers[self._next - 1].answer

@@ -33,7 +33,7 @@ class HeapPages:
         self._libc.sbrk.argtypes = [ctypes.c_ssize_t]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._size = _huge_page_bytes()
-        self._begin = self._moved = _up(_heap_begin(), self._size)
+        self._begin = self._moved = -(-_heap_begin() // self._size) * self._size  # the first whole page
 
     @property
     def new_bytes(self) -> int:
@@ -64,7 +64,7 @@ def heap_pages() -> HeapPages | None:
 def _heap_begin() -> int:
     """Where the heap begins; 0: there is none."""
     try:
-        heap = next((line for line in MAPS.read_text().splitlines() if line.endswith("[heap]")), "0-0")
+        heap = next((line for line in MAPS.read_text(errors="replace").splitlines() if line.endswith("[heap]")), "0-0")
     except OSError:
         return 0
     return int(heap.partition("-")[0], 16)
@@ -75,7 +75,3 @@ def _huge_page_bytes() -> int:
         return int((SETTINGS / "hpage_pmd_size").read_text())
     except (OSError, ValueError):
         return 2 << 20
-
-
-def _up(address: int, size: int) -> int:
-    return -(-address // size) * size

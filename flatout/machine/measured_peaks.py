@@ -6,8 +6,10 @@ folder). Real work is then stated as a share of it: 21 % of the ceiling says mor
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 
 from flatout import environment
 from flatout.errors import MachineError
@@ -35,7 +37,7 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
         raise MachineError("torch cannot use the GPU", remedy="see why with: flatout check")
     seconds = 0.4 if quick else 3.0
     dtypes = CUDA_DTYPES if device == "cuda" else CPU_DTYPES
-    probes = {f"gemm {dtype}": _gemm_probe(dtype, device, seconds) for dtype in dtypes}
+    probes: dict[str, Probe] = {f"gemm {dtype}": partial(gemm_peak, dtype, device, seconds) for dtype in dtypes}
     probes |= _rate_probes(machine, device, seconds)
     watch = LoadWatch()
     shared = device == "cuda" and _gpu_is_busy(machine.usable_gpus[0].uuid)
@@ -66,33 +68,23 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
 
 def _gpu_is_busy(uuid: str | None) -> bool:
     """Did others use that GPU in the second before this process does?"""
-    sensors = NvidiaSensors()
-    try:
+    with contextlib.closing(NvidiaSensors()) as sensors:
         readings = [one for one in sensors.read() if one.uuid == uuid]
-    finally:
-        sensors.close()
     return any(one.busy_share is not None and one.busy_share >= BUSY_SHARE for one in readings)
-
-
-def _gemm_probe(dtype: str, device: str, seconds: float) -> Probe:
-    return lambda: gemm_peak(dtype, device, seconds)
 
 
 def _rate_probes(machine: Machine, device: str, seconds: float) -> dict[str, Probe]:
     """By the name of the field of Ceilings that each fills."""
     free = machine.usable_gpus[0].memory_free_bytes if device == "cuda" else machine.memory_available_bytes
     size = array_bytes(device, free)
-
-    def transfer(*, to_device: bool, pinned: bool) -> Probe:
-        return lambda: transfer_peak(device, seconds, to_device=to_device, pinned=pinned)
-
+    transfer = partial(transfer_peak, device, seconds)
     return {
         "memory_read_bytes_per_second": lambda: (memory_peak(device, size, seconds, copy=False), ""),
         "memory_copy_bytes_per_second": lambda: (memory_peak(device, size, seconds, copy=True), ""),
-        "host_to_device_pinned_bytes_per_second": transfer(to_device=True, pinned=True),
-        "host_to_device_pageable_bytes_per_second": transfer(to_device=True, pinned=False),
-        "device_to_host_pinned_bytes_per_second": transfer(to_device=False, pinned=True),
-        "device_to_host_pageable_bytes_per_second": transfer(to_device=False, pinned=False),
+        "host_to_device_pinned_bytes_per_second": partial(transfer, to_device=True, pinned=True),
+        "host_to_device_pageable_bytes_per_second": partial(transfer, to_device=True, pinned=False),
+        "device_to_host_pinned_bytes_per_second": partial(transfer, to_device=False, pinned=True),
+        "device_to_host_pageable_bytes_per_second": partial(transfer, to_device=False, pinned=False),
         "launches_per_second": lambda: (launch_peak(device, seconds), ""),
         "disk_read_bytes_per_second": lambda: disk_peak(environment.cache_dir(), seconds),
     }

@@ -18,23 +18,15 @@ _LONG_CALL_SECONDS = 0.02
 
 def timed(function: Callable[[], object], device: str, max_seconds: float) -> Measurement:
     """Seconds per call, bounded; the device has finished when a sample ends."""
-    if device == "cpu":
-        return measure(
-            function, synchronize=CpuDevice().synchronize, warmup=1, min_samples=5, min_seconds=0.8 * max_seconds,
-            max_seconds=max_seconds,
-        )  # fmt: skip
-    synchronize = CudaDevice(0).synchronize
-    queue = _CUDA_QUEUE if _second_call_seconds(function, synchronize) < _LONG_CALL_SECONDS else 1
-    queued = measure(
-        lambda: [function() for _ in range(queue)], synchronize=synchronize, warmup=1, min_samples=5,
-        min_seconds=0.8 * max_seconds, max_seconds=max_seconds,
-    )  # fmt: skip
-    calls = queued.calls_per_sample * queue
-    return Measurement(
-        name=queued.name,
-        samples_seconds=tuple(sample / queue for sample in queued.samples_seconds),
-        calls_per_sample=calls,
-    )
+    synchronize = CpuDevice().synchronize if device == "cpu" else CudaDevice(0).synchronize
+    queue = 1
+    if device != "cpu" and _second_call_seconds(function, synchronize) < _LONG_CALL_SECONDS:
+        queue = _CUDA_QUEUE
+    calls: Callable[[], object] = function if queue == 1 else lambda: [function() for _ in range(queue)]
+    least = 0.8 * max_seconds
+    found = measure(calls, synchronize=synchronize, warmup=1, min_samples=5, min_seconds=least, max_seconds=max_seconds)
+    seconds = tuple(sample / queue for sample in found.samples_seconds)
+    return Measurement(name=found.name, samples_seconds=seconds, calls_per_sample=found.calls_per_sample * queue)
 
 
 def _second_call_seconds(function: Callable[[], object], synchronize: Callable[[], None]) -> float:

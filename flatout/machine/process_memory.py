@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import time
-from typing import Protocol
+from typing import Any
 
 try:
     import resource
@@ -26,7 +26,7 @@ TIMES = 3
 def resident_bytes() -> int:
     """Resident memory of this process now."""
     if not sys.platform.startswith("linux"):
-        return _memory_info().rss
+        return int(_memory_info().rss)
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -34,30 +34,21 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most that was ever resident of this process."""
     if resource is None:
-        return _memory_info().peak_wset
+        return int(_memory_info().peak_wset)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def minor_faults() -> int:
     """Of this process so far, all threads together."""
     if resource is None:
-        return _memory_info().num_page_faults
+        return int(_memory_info().num_page_faults)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-class _MemoryInfo(Protocol):
-    """What psutil reports; the last two fields are those of Windows."""
-
-    rss: int
-    peak_wset: int
-    num_page_faults: int
-
-
-def _memory_info() -> _MemoryInfo:
+def _memory_info() -> Any:  # Any: its fields depend on the system; psutil has no types
     import psutil
 
-    found: _MemoryInfo = psutil.Process().memory_info()
-    return found
+    return psutil.Process().memory_info()
 
 
 @functools.cache

@@ -30,7 +30,7 @@ CONVENTION = "dense, fp32 accumulation, boost clock"
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Where a figure comes from."""
+    """Where a figure comes from: an entry of gpu_documents.toml."""
 
     title: str  # with the table
     url: str  # empty where it has none of its own
@@ -63,15 +63,6 @@ class GpuEntry:
     source: str  # the document of most figures
     sources: Mapping[str, Document]  # by field, or dtype
     convention: str = CONVENTION
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Documented:
-    """An entry of gpu_documents.toml."""
-
-    document: str
-    url: str
-    seen: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,18 +151,13 @@ def _names() -> dict[str, GpuEntry]:
 @functools.cache
 def _entries() -> dict[str, GpuEntry]:
     """By key. Read when first asked for, so that importing this reads nothing."""
-    documents = {key: _document(one) for key, one in _read("gpu_documents.toml").items()}
+    documents = {key: decode(Document, one) for key, one in _read("gpu_documents.toml").items()}
     catalogue = decode(_Catalogue, _read("gpu_catalogue.toml"))
     return {key: _entry(key, one, catalogue.sources_of_all, documents) for key, one in catalogue.gpus.items()}
 
 
 def _read(file_name: str) -> Mapping[str, object]:
     return tomllib.loads(resources.files("flatout.machine").joinpath(file_name).read_text(encoding="utf-8"))
-
-
-def _document(data: object) -> Document:
-    found = decode(_Documented, data)
-    return Document(title=found.document, url=found.url, seen=found.seen)
 
 
 def _entry(key: str, fields: _Fields, sources_of_all: Mapping[str, str], documents: Mapping[str, Document]) -> GpuEntry:

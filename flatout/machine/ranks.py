@@ -77,7 +77,7 @@ def ranks(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
         _begin(timeout_seconds)
     local = environment.local_rank()
     rank = distributed.get_rank()
-    device = torch.device("cpu") if _backend_is_gloo() else _device(rank if local is None else local)
+    device = torch.device("cpu") if distributed.get_backend() == "gloo" else _device(rank if local is None else local)
     return Ranks(rank=rank, count=distributed.get_world_size(), local_rank=local or 0, device=device)
 
 
@@ -184,12 +184,6 @@ def _device(local_rank: int) -> torch.device:
             remedy=f"start {count} on this machine: flatout launch --nproc-per-node {count} train.py",
         )
     return torch.device("cuda", local_rank)
-
-
-def _backend_is_gloo() -> bool:
-    from torch import distributed
-
-    return distributed.get_backend() == "gloo"
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@
     watts = power_between(before.gpus[0], after.gpus[0])
 
 Energy is read as counters that only rise: the difference of two readings is exact, where samples of power miss peaks.
-Whatever a machine does not report is None, and `unknown` says why. ReplayedSensors gives readings that were recorded.
+Whatever a machine does not report is None, and `unknown` says why.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,42 +83,23 @@ class SensorSource(Protocol):
 class Sensors:
     """This machine's. Which files there are is looked up once, so that a reading takes well under a millisecond."""
 
-    def __init__(self, root: Path = Path("/"), *, gpus: bool = True) -> None:
-        """root: where /sys and /proc are."""
-        self._cpu = CpuSensors(root)
-        self._gpus = NvidiaSensors() if gpus else None
+    def __init__(self) -> None:
+        self._cpu = CpuSensors()
+        self._gpus = NvidiaSensors()
 
     def read(self, *, processes: bool = False) -> Reading:
         cpu = self._cpu.read()
-        if self._gpus is None:
-            return Reading(cpu=cpu, no_gpu_because="GPUs were not asked for")
         return Reading(cpu=cpu, gpus=self._gpus.read(processes=processes), no_gpu_because=self._gpus.reason)
 
     def close(self) -> None:
-        if self._gpus is not None:
-            self._gpus.close()
-
-
-class ReplayedSensors:
-    """Readings from a file, a JSON list of them, in their order; the last one stays."""
-
-    def __init__(self, path: Path) -> None:
-        self._readings = [Reading.from_json(one) for one in json.loads(path.read_text(encoding="utf-8"))]
-        self._next = 0
-
-    def read(self, *, processes: bool = False) -> Reading:
-        found = self._readings[min(self._next, len(self._readings) - 1)]
-        self._next += 1
-        return found
-
-    def close(self) -> None:
-        """Nothing is held."""
+        self._gpus.close()
 
 
 class CpuSensors:
     """What Linux shows of the processors below /sys and /proc."""
 
     def __init__(self, root: Path = Path("/")) -> None:
+        """root: where /sys and /proc are."""
         self._stat = root / "proc" / "stat"
         cpus = root / "sys" / "devices" / "system" / "cpu"
         clocks = [cpus / f"cpu{number}" / "cpufreq" / "scaling_cur_freq" for number in _some_cores()]
@@ -198,11 +179,7 @@ def _some_cores() -> list[int]:
 
 
 def _temperature_files(folder: Path) -> Iterator[Path]:
-    for chip in _entries(folder):
-        try:
-            name = (chip / "name").read_text().strip()
-        except (OSError, UnicodeDecodeError):
-            continue
+    for chip, name in _named_entries(folder):
         if name in TEMPERATURE_CHIPS:
             yield from (
                 path for path in _entries(chip) if path.name.startswith("temp") and path.name.endswith("_input")
@@ -211,13 +188,16 @@ def _temperature_files(folder: Path) -> Iterator[Path]:
 
 def _package_folders(folder: Path) -> Iterator[Path]:
     """One for each package: 'intel-rapl:0', also on AMD's processors; those with two colons are parts of it."""
-    for path in _entries(folder):
-        try:
-            name = (path / "name").read_text().strip()
-        except (OSError, UnicodeDecodeError):
-            continue
+    for path, name in _named_entries(folder):
         if path.name.startswith("intel-rapl:") and name.startswith("package"):
             yield path
+
+
+def _named_entries(folder: Path) -> Iterator[tuple[Path, str]]:
+    """With what their file `name` says."""
+    for path in _entries(folder):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            yield path, (path / "name").read_text().strip()
 
 
 def _entries(folder: Path) -> list[Path]:

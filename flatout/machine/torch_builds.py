@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from flatout import environment
 from flatout.decoding import decode
 from flatout.errors import UsageError
-from flatout.machine.description import Gpu, Machine
+from flatout.machine.description import Gpu, Machine, major
 from flatout.machine.nvidia import NAMES_MIG, names_mig
 
 Installer = Literal["pip", "conda"]
@@ -175,9 +175,8 @@ def _holds_code(cuda: str, gpu: Gpu) -> bool:
 
 
 def _driver_is_enough(machine: Machine, cuda: tuple[int, int]) -> bool:
-    driver, least = machine.versions.driver, _table().drivers.get(str(cuda[0]))
-    head = (driver or "").partition(".")[0]
-    return least is not None and head.isdecimal() and int(head) >= least
+    driver, least = major(machine.versions.driver), _table().drivers.get(str(cuda[0]))
+    return least is not None and driver is not None and driver >= least
 
 
 def _numbers(version: str | None) -> tuple[int, int] | None:

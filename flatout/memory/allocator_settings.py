@@ -1,8 +1,8 @@
 """The settings of torch's CUDA caching allocator, as PYTORCH_CUDA_ALLOC_CONF writes them, without needing a GPU.
 
-Only what moves device memory is kept. Keys that concern pinned host memory, locks or graph capture are accepted and
-have no effect here. Two are refused: `backend:cudaMallocAsync` is another allocator altogether, and
-`throw_on_cudamalloc_oom:True` fails by the driver's count of free memory, before anything cached is released.
+Only what moves device memory is kept. Keys that concern pinned host memory, locks, graph capture, or a device that is
+full are accepted and have no effect here. Two are refused: `backend:cudaMallocAsync` is another allocator altogether,
+and `throw_on_cudamalloc_oom:True` fails by the driver's count of free memory, before anything cached is released.
 
 >>> AllocatorSettings.from_text("expandable_segments:True,max_split_size_mb:128").max_split_bytes
 134217728
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from flatout.errors import UsageError
 
@@ -25,40 +25,22 @@ _INTERVALS = 16  # a number of divisions per power of two: up to 2 MiB, up to 4 
 _FIRST_INTERVAL = 20  # the first begins at 2**20 bytes, and smaller sizes count as its own
 
 _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
-_WITHOUT_EFFECT = (
-    "graph_capture_record_stream_reuse",
-    "release_lock_on_cudamalloc",
-    "release_lock_on_hipmalloc",
-)
+_WITHOUT_EFFECT = ("graph_capture_record_stream_reuse", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc")
 _KEYS = (
     "expandable_segments, garbage_collection_threshold, large_segment_size_mb, max_non_split_rounding_mb, "
     "max_split_size_mb, per_process_memory_fraction, roundup_power2_divisions"
 )
 
 
-class _Settings(TypedDict, total=False):
-    """What a text sets of the fields of AllocatorSettings."""
-
-    expandable_segments: bool
-    large_segment_bytes: int
-    max_split_bytes: int
-    max_non_split_rounding_bytes: int
-    roundup_power2_divisions: tuple[int, ...]
-    garbage_collection_threshold: float
-    memory_fraction: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """How the caching allocator rounds, splits and releases memory. The defaults are torch's."""
+    """How the caching allocator rounds and splits memory. The defaults are torch's."""
 
     expandable_segments: bool = False
     large_segment_bytes: int = 20 * MIB  # what a request from 1 to 10 MiB reserves, and the page of a large segment
     max_split_bytes: int | None = None  # larger blocks are never split; None: all may be
     max_non_split_rounding_bytes: int | None = None  # how much too large an unsplittable block may be; None: as above
     roundup_power2_divisions: tuple[int, ...] = (0,) * _INTERVALS  # 0 or 1: round to 512 bytes only
-    garbage_collection_threshold: float = 0.0  # works only where memory_fraction is below 1, as in torch
-    memory_fraction: float = 1.0  # of the device's memory that this process may reserve
 
     def __post_init__(self) -> None:
         _at_least("large_segment_size_mb", self.large_segment_bytes, 11 * MIB, "above 10")
@@ -68,25 +50,14 @@ class AllocatorSettings:
         ):
             if value is not None:
                 _at_least(name, value, self.large_segment_bytes, f"at least {self.large_segment_bytes // MIB}")
-        if len(self.roundup_power2_divisions) != _INTERVALS:
-            raise UsageError(
-                f"{len(self.roundup_power2_divisions)} numbers of divisions",
-                limit=f"there are {_INTERVALS} intervals, from 1 MiB to 64 GiB",
-            )
         for divisions in self.roundup_power2_divisions:
             if divisions < 0 or divisions & (divisions - 1):
                 raise _unusable("roundup_power2_divisions", divisions, "a number of divisions is a power of two or 0")
-        if not 0 <= self.garbage_collection_threshold < 1:
-            raise _unusable(
-                "garbage_collection_threshold", self.garbage_collection_threshold, "it must be between 0 and 1"
-            )
-        if not 0 <= self.memory_fraction <= 1:
-            raise _unusable("per_process_memory_fraction", self.memory_fraction, "it must be between 0 and 1")
 
     @classmethod
     def from_text(cls, text: str) -> AllocatorSettings:
         """Parse what PYTORCH_CUDA_ALLOC_CONF holds: `key:value,key:value`; an empty text gives the defaults."""
-        settings: _Settings = {}
+        settings: dict[str, Any] = {}  # Any: values of the fields of different types
         for key, value in _pairs(text):
             match key:
                 case "expandable_segments":
@@ -99,10 +70,8 @@ class AllocatorSettings:
                     settings["max_non_split_rounding_bytes"] = _whole(key, value) * MIB
                 case "roundup_power2_divisions":
                     settings["roundup_power2_divisions"] = _divisions(value)
-                case "garbage_collection_threshold":
-                    settings["garbage_collection_threshold"] = _fraction(key, value, above_zero=True)
-                case "per_process_memory_fraction":
-                    settings["memory_fraction"] = _fraction(key, value, above_zero=False)
+                case "garbage_collection_threshold" | "per_process_memory_fraction":
+                    _check_fraction(key, value)
                 case "backend":
                     if value != "native":
                         raise _unusable(key, value, "only torch's native allocator is simulated", "use backend:native")
@@ -121,11 +90,11 @@ class AllocatorSettings:
         divisions = self.roundup_power2_divisions[interval]
         if divisions > 1 and size_bytes > MIN_BLOCK_BYTES * divisions:
             floor = 1 << (size_bytes.bit_length() - 1)
-            return _rounded_up(size_bytes, floor // divisions)
-        return _rounded_up(size_bytes, MIN_BLOCK_BYTES)
+            return rounded_up(size_bytes, floor // divisions)
+        return rounded_up(size_bytes, MIN_BLOCK_BYTES)
 
 
-def _rounded_up(value: int, multiple: int) -> int:
+def rounded_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -189,14 +158,14 @@ def _whole(key: str, value: str) -> int:
     return int(value)
 
 
-def _fraction(key: str, value: str, *, above_zero: bool) -> float:
+def _check_fraction(key: str, value: str) -> None:
+    """Neither matters where the device is never full: garbage is collected near the fraction of it that is allowed."""
     try:
         number = float(value)
     except ValueError:
         raise _unusable(key, value, "it must be a number") from None
-    if above_zero and not number > 0:
+    if not (0 <= number <= 1 if key == "per_process_memory_fraction" else 0 < number < 1):
         raise _unusable(key, value, "it must be between 0 and 1")
-    return number
 
 
 def _truth(key: str, value: str) -> bool:

@@ -10,9 +10,8 @@ Fusion is inductor's own in the end: what it fuses more or less than these rules
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,15 +80,10 @@ class CompiledCall:
         return self._made[key](named, *args, **kwargs)
 
     def _plainly(self, named: dict[str, Tensor], *args: object, **kwargs: object) -> object:
-        with reparametrized(self._module, named, tie_weights=True), _as_while_compiling():
+        # Code that asks torch.compiler.is_compiling() takes the branch that it takes under torch.compile.
+        compiling = settings_changed(torch.compiler, **{COMPILING_FLAG: True})
+        with reparametrized(self._module, named, tie_weights=True), compiling:
             return plain_call(self._module)(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _as_while_compiling() -> Iterator[None]:
-    """Code that asks torch.compiler.is_compiling() then takes the branch that it takes under torch.compile."""
-    with settings_changed(torch.compiler, **{COMPILING_FLAG: True}):
-        yield
 
 
 def _compiler(gm: GraphModule, example_inputs: Sequence[object]) -> Run:

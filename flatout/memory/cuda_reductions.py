@@ -13,8 +13,8 @@ global_memory_size), read in torch 2.15 and compared with what its allocator han
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 MOST_THREADS = 512
 WARP = 32
@@ -26,13 +26,8 @@ THREADS_OF_A_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9):
 """By compute capability; 2048 otherwise (CUDA C++ Programming Guide, technical specifications)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Dimensions:
-    """A reduction as TensorIterator lays it out: adjoining dimensions joined, the fastest first."""
-
-    reduced: list[tuple[int, int]]
-    """(size, stride in elements)."""
-    kept: list[tuple[int, int]]
+Dimensions: TypeAlias = list[tuple[int, int]]
+"""(size, stride in elements) as TensorIterator lays them out: adjoining dimensions joined, the fastest first."""
 
 
 def threads_of_a_multiprocessor(capability: tuple[int, int]) -> int:
@@ -48,7 +43,6 @@ def reduction_buffer_bytes(
     element_bytes: int,
     multiprocessors: int,
     threads_each: int,
-    inputs_at_once: int = INPUTS_AT_ONCE,
 ) -> int:
     """Bytes of the buffer of a reduction of a tensor [shape], strides in elements, over the dimensions `summed`.
 
@@ -56,17 +50,19 @@ def reduction_buffer_bytes(
     """
     if 0 in shape:
         return 0
-    found = _dimensions(shape, strides, summed)
-    outputs = math.prod(size for size, _ in found.kept)
-    inputs = math.prod(size for size, _ in found.reduced)
-    along_inputs = not found.kept or bool(found.reduced and found.reduced[0][1] < found.kept[0][1])
+    sizes = list(zip(shape, strides, strict=True))
+    reduced = _joined(one for dim, one in enumerate(sizes) if dim in summed)
+    kept = _joined(one for dim, one in enumerate(sizes) if dim not in summed)
+    outputs = math.prod(size for size, _ in kept)
+    inputs = math.prod(size for size, _ in reduced)
+    along_inputs = not kept or bool(reduced and reduced[0][1] < kept[0][1])
     first, second = (inputs, outputs) if along_inputs else (outputs, inputs)
-    fastest = (found.reduced or [(1, 1)])[0][1] if along_inputs else found.kept[0][1]
+    fastest = (reduced or [(1, 1)])[0][1] if along_inputs else kept[0][1]
     at_once = 1
-    if fastest == 1 and along_inputs and first >= 128 and len(found.reduced) == 1:
-        first //= inputs_at_once
+    if fastest == 1 and along_inputs and first >= 128 and len(reduced) == 1:
+        first //= INPUTS_AT_ONCE
     elif fastest == 1 and not along_inputs:
-        at_once = _outputs_at_once(found)
+        at_once = _outputs_at_once(reduced, kept)
         first //= at_once
     width, height = _block(first, second, MOST_THREADS // at_once)
 
@@ -88,16 +84,9 @@ def reduction_buffer_bytes(
     return element_bytes * outputs * parts * (1 if along_inputs else width * at_once)
 
 
-def _dimensions(shape: Sequence[int], strides: Sequence[int], summed: set[int]) -> _Dimensions:
-    sizes = list(zip(shape, strides, strict=True))
-    reduced = [one for dim, one in enumerate(sizes) if dim in summed]
-    kept = [one for dim, one in enumerate(sizes) if dim not in summed]
-    return _Dimensions(reduced=_joined(reduced), kept=_joined(kept))
-
-
-def _joined(dimensions: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _joined(dimensions: Iterable[tuple[int, int]]) -> Dimensions:
     """Sorted by stride; dimensions that follow one another without a gap count as one."""
-    found: list[tuple[int, int]] = []
+    found: Dimensions = []
     for size, stride in sorted((one for one in dimensions if one[0] > 1), key=lambda one: one[1]):
         if found and found[-1][0] * found[-1][1] == stride:
             found[-1] = found[-1][0] * size, found[-1][1]
@@ -106,10 +95,10 @@ def _joined(dimensions: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _outputs_at_once(found: _Dimensions) -> int:
+def _outputs_at_once(reduced: Dimensions, kept: Dimensions) -> int:
     """Sums that one thread makes at once: as many as divide the sizes and strides, at most 4."""
     at_once = 4
-    for number in (found.kept[0][0], *(stride for _, stride in (*found.reduced, *found.kept[1:]))):
+    for number in (kept[0][0], *(stride for _, stride in (*reduced, *kept[1:]))):
         while number % at_once:
             at_once //= 2
     return at_once

@@ -46,7 +46,7 @@ DEPENDS_ON_DATA: tuple[type[Exception], ...] = (
 T = TypeVar("T", bound=Iterable[object])
 
 
-class FakeRun:
+class FakeRun(FakeTensorMode):
     """A context in which tensors are fake.
 
     with FakeRun() as world:
@@ -55,14 +55,14 @@ class FakeRun:
     """
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True)
 
     def fake_copies(self, objects: T) -> T:
         """A deep copy in which every tensor is fake; what was shared is shared again."""
         copied: dict[int, object] = {
             id(one): one.clone_state() for one in generators_in(objects)
         }  # their state is a tensor whose values matter
-        with FakeCopyMode(self._mode):
+        with FakeCopyMode(self):
             made = copy.deepcopy(objects, copied)
             for one, other in zip(objects, made, strict=True):
                 if isinstance(one, optimizers.Optimizer) and isinstance(other, optimizers.Optimizer):
@@ -71,18 +71,9 @@ class FakeRun:
 
     def tensor_like(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A fake tensor of another shape."""
-        with self._mode:
+        with self:
             made: Tensor = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         return made
-
-    def __enter__(self) -> FakeRun:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
 
 
 def is_fake(tensor: object) -> bool:

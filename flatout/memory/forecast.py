@@ -10,25 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from flatout.memory.allocator_settings import AllocatorSettings
-from flatout.memory.caching_allocator import CachingAllocator
-from flatout.memory.timeline import CATEGORIES, Allocation, Category, Timeline, by_category
+from flatout.memory.caching_allocator import Block, CachingAllocator
+from flatout.memory.timeline import CATEGORIES, TensorUse, Timeline, by_category
 from flatout.notebook_tables import ShownAsText
 from flatout.units import format_bytes
 
 MOST_HOLDERS = 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holder:
-    """One tensor that is alive at the peak."""
-
-    size_bytes: int
-    category: Category
-    operation: str
-    module: str
-    line: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -62,7 +49,7 @@ class MemoryForecast(ShownAsText):
     between_steps_bytes: int
     """Tensors held when a step has ended."""
     capacity_bytes: int | None = None
-    largest: tuple[Holder, ...] = ()
+    largest: tuple[TensorUse, ...] = ()
     uncertainty: float
     """As a share: the measured peak is expected within peak_bytes * (1 -+ uncertainty)."""
     method: str = "fake run"
@@ -116,7 +103,7 @@ class Target:
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
     """CUDA: the buffers of reductions depend on it; None: not known."""
-    settings: AllocatorSettings | None = None
+    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
 
 
 def forecast_of(
@@ -154,7 +141,7 @@ def forecast_of(
         operation=cause.operation if cause else "",
         between_steps_bytes=list(timeline.totals(device))[-1] if timeline.events else 0,
         capacity_bytes=target.capacity_bytes,
-        largest=tuple(_holder(one) for one in alive[:MOST_HOLDERS]),
+        largest=tuple(TensorUse.of(one, one.category, one.operation) for one in alive[:MOST_HOLDERS]),
         uncertainty=uncertainty,
         method=method,
         not_covered=tuple(not_covered),
@@ -162,28 +149,16 @@ def forecast_of(
     )
 
 
-def _holder(one: Allocation) -> Holder:
-    return Holder(
-        size_bytes=one.size_bytes,
-        category=one.category,
-        operation=one.operation,
-        module=one.module,
-        line=one.line,
-        shape=one.shape,
-        dtype=one.dtype,
-    )
-
-
 def _reserved(timeline: Timeline, target: Target, device: str | None) -> int:
-    """The peak of what the caching allocator reserves for these events, without a limit."""
-    allocator = CachingAllocator(settings=target.settings)
-    handles: dict[int, int] = {}
+    """What the caching allocator reserves for these events, without a limit."""
+    allocator = CachingAllocator(target.settings)
+    blocks: dict[int, Block] = {}
     for index, born in timeline.events:
         one = timeline.allocations[index]
         if not one.size_bytes or (device is not None and one.device != device):
             continue
         if born:
-            handles[index] = allocator.allocate(one.size_bytes)
-        elif index in handles:
-            allocator.free(handles.pop(index))
-    return allocator.statistics().peak_reserved_bytes
+            blocks[index] = allocator.allocate(one.size_bytes)
+        elif index in blocks:
+            allocator.free(blocks.pop(index))
+    return allocator.reserved_bytes

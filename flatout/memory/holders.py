@@ -18,7 +18,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Literal
 
 HolderKind = Literal["global", "local", "attribute", "closure", "cached function"]
@@ -130,7 +130,7 @@ class HolderSearch:
         if not isinstance(module, ModuleType) or not isinstance(file, str) or not self._is_users(file):
             return
         self._globals[id(vars(module))] = file
-        for name, value in vars(module).items():
+        for name, value in list(vars(module).items()):
             self._variables[id(value)] = ("global", name, file, 0)
 
     # referrers
@@ -172,15 +172,8 @@ class HolderSearch:
         """`path` leads from the container up to `one`."""
         attributes = _attribute_names(path)
         if isinstance(one, _CACHED_FUNCTION):
-            code = getattr(one, "__wrapped__", None).__code__  # type: ignore[union-attr]
-            return Found(
-                name=one.__name__,
-                kind="cached function",
-                container=one,
-                file=code.co_filename,
-                first_line=code.co_firstlineno,
-                links=(one.__name__,),
-            )
+            code: CodeType = getattr(one, "__wrapped__", None).__code__  # type: ignore[union-attr]
+            return _of_code(code, one.__name__, "cached function", one)
         if isinstance(one, FunctionType) and self._is_users(one.__code__.co_filename):
             closure = self._closure(one, path, container)
             if closure is not None:
@@ -188,10 +181,8 @@ class HolderSearch:
         if id(one) in self._variables:
             kind, name, file, line = self._variables[id(one)]
             if container is getattr(one, "state", None) and hasattr(one, "param_groups"):
-                container, attributes = (
-                    one.param_groups,
-                    ["param_groups"],
-                )  # an optimizer's state follows its parameters
+                # an optimizer's state follows its parameters
+                container, attributes = one.param_groups, ["param_groups"]
             full = ".".join([name, *reversed(attributes)])
             links = (*attributes, name)
             return Found(name=full, kind=kind, container=container, file=file, first_line=line, links=links, owner=one)
@@ -226,15 +217,13 @@ class HolderSearch:
         names = [name for name, value in frame.f_locals.items() if value is child]
         if not names:
             return None
-        code = frame.f_code
-        return Found(
-            name=names[0],
-            kind="local",
-            container=container,
-            file=code.co_filename,
-            first_line=code.co_firstlineno,
-            links=(names[0],),
-        )
+        return _of_code(frame.f_code, names[0], "local", container)
+
+
+def _of_code(code: CodeType, name: str, kind: HolderKind, container: object) -> Found:
+    """Of a function's own code."""
+    file, first_line = code.co_filename, code.co_firstlineno
+    return Found(name=name, kind=kind, container=container, file=file, first_line=first_line, links=(name,))
 
 
 class _Walk:

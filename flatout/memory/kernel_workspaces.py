@@ -4,8 +4,8 @@ A fake run sees what operations return. A kernel may allocate memory and free it
 the peak of a step: batch_norm's backward pass takes another tensor of its input's size. The rules below say how much
 that is for each operation where it matters, given its arguments: from torch's source where a rule says so, else fitted
 to measurements (torch's profiler, many shapes, fp32 and bf16, torch 2.13). Operations without a rule were
-measured to hold nothing worth counting: pointwise ones of one dtype, layer_norm, embedding, cat, pooling, gather,
-index_put, cumsum, sort, dropout by bernoulli.
+measured to hold nothing worth counting: pointwise ones of one dtype, layer_norm, embedding, cat, pooling, index_put,
+cumsum, sort along one of several dimensions, dropout by bernoulli.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flatout.memory.onednn_workspaces import (
     is_channels_last,
     lstm,
     lstm_backward,
+    made_contiguous,
     product,
 )
 from flatout.memory.workspace import Operation, Workspace
@@ -44,15 +45,6 @@ def cpu_workspace(
     return None
 
 
-def _bytes(tensor: Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
-
-
-def _copied(*tensors: object) -> int:
-    """What making them contiguous takes."""
-    return sum(_bytes(one) for one in tensors if isinstance(one, Tensor) and not one.is_contiguous())
-
-
 def _mixed_dtypes(args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Workspace | None:
     """TensorIterator on the CPU computes in one dtype: what has another is first copied, a result of another after."""
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -73,28 +65,19 @@ def _mixed_dtypes(args: Sequence[object], kwargs: Mapping[str, object], out: obj
     return Workspace(inside_bytes=copies)
 
 
-def _softmax(out: object, input: Tensor, *others: object) -> Workspace:
-    """_softmax and _log_softmax (SoftMax.cpp): input.contiguous()."""
-    return Workspace(inside_bytes=_copied(input))
+def _copies_first(out: object, first: Tensor, *others: object) -> Workspace:
+    """_softmax, _log_softmax (SoftMax.cpp), layer_norm and the gradient of embedding: first.contiguous()."""
+    return Workspace(inside_bytes=made_contiguous(first))
 
 
-def _softmax_backward(out: object, gradient: Tensor, output: Tensor, *others: object) -> Workspace:
-    """Gradient and output, each contiguous."""
-    return Workspace(inside_bytes=_copied(gradient, output))
-
-
-def _of_first_argument(out: object, first: Tensor, *others: object) -> Workspace:
-    """Copies its first argument if that is not contiguous: layer_norm, embedding's backward pass."""
-    return Workspace(inside_bytes=_copied(first))
-
-
-def _layer_norm_backward(out: object, gradient: Tensor, input: Tensor, *others: object) -> Workspace:
-    return Workspace(inside_bytes=_copied(gradient, input))
+def _copies_two(out: object, first: Tensor, second: Tensor, *others: object) -> Workspace:
+    """The backward passes of softmax (gradient and output) and layer_norm (gradient and input)."""
+    return Workspace(inside_bytes=made_contiguous(first, second))
 
 
 def _batch_norm_backward(out: object, gradient: Tensor, input: Tensor, *others: object) -> Workspace:
     """batch_norm_backward_cpu makes a second tensor of the input's size, whichever gradients are wanted."""
-    return Workspace(inside_bytes=_bytes(input))
+    return Workspace(inside_bytes=input.nbytes)
 
 
 def _mean_bytes(tensor: Tensor) -> int:
@@ -137,7 +120,7 @@ def _written_loss(
     """binary_cross_entropy: likewise, without a second tensor."""
     if not reduction:
         return None
-    return Workspace(inside_bytes=_mean_bytes(input), returned_bytes={0: _bytes(input)})
+    return Workspace(inside_bytes=_mean_bytes(input), returned_bytes={0: input.nbytes})
 
 
 def _soft_margin_loss(out: object, input: Tensor, target: Tensor, reduction: int = 1) -> Workspace | None:
@@ -148,19 +131,24 @@ def _soft_margin_loss(out: object, input: Tensor, target: Tensor, reduction: int
 def _huber_loss(out: object, input: Tensor, target: Tensor, reduction: int = 1, *others: object) -> Workspace | None:
     if not reduction:
         return None
-    return Workspace(inside_bytes=_bytes(input) + _mean_bytes(input))
+    return Workspace(inside_bytes=input.nbytes + _mean_bytes(input))
 
 
 def _logits_loss(out: object, input: Tensor, *others: object) -> Workspace:
     """binary_cross_entropy_with_logits is made of pointwise operations."""
-    return Workspace(inside_bytes=2 * _bytes(input) + _mean_bytes(input))
+    return Workspace(inside_bytes=2 * input.nbytes + _mean_bytes(input))
+
+
+def _accumulated(out: Tensor, *others: object) -> Workspace | None:
+    """gather, scatter, scatter_add, scatter_reduce (ScatterGatherKernel.cpp): bf16 goes through a buffer in fp32."""
+    return Workspace(inside_bytes=_mean_bytes(out)) if out.dtype in _REDUCED else None
 
 
 def _upsample(out: Tensor, image: Tensor, *others: object) -> Workspace | None:
     """upsample_nearest2d, upsample_bilinear2d (UpSampleKernel.cpp): small results are computed in channels_last."""
     if is_channels_last(image) or out.shape[-2] + out.shape[-1] > 128:
         return None
-    return Workspace(inside_bytes=_bytes(image) + _bytes(out))
+    return Workspace(inside_bytes=image.nbytes + out.nbytes)
 
 
 def _attention(out: object, query: Tensor, key: Tensor, *others: object) -> Workspace:
@@ -175,7 +163,7 @@ def _attention_backward(out: object, gradient: Tensor, query: Tensor, key: Tenso
     """The gradient must be laid out as [batch, tokens, heads, width]; two blocks of scores for each thread."""
     rows, columns = _attention_block(query, key)
     blocks = rows * columns * (12 if query.dtype in _REDUCED else 8)
-    return Workspace(inside_bytes=_copied(gradient.transpose(1, 2)) + blocks * torch.get_num_threads())
+    return Workspace(inside_bytes=made_contiguous(gradient.transpose(1, 2)) + blocks * torch.get_num_threads())
 
 
 def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
@@ -187,17 +175,17 @@ def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
 def _rms_norm(out: object, tensor: Tensor, *others: object) -> Workspace:
     """Made of pointwise operations, in fp32."""
     twice = 2 * tensor.numel() * 4 if tensor.dtype in _REDUCED else 0
-    return Workspace(inside_bytes=_bytes(tensor) + twice)
+    return Workspace(inside_bytes=tensor.nbytes + twice)
 
 
 def _of_complex(out: object, input: Tensor, *others: object) -> Workspace | None:
     """abs and angle (UnaryOps.cpp): of complex numbers a complex result comes first, and its real part is copied."""
-    return Workspace(inside_bytes=_bytes(input)) if input.is_complex() else None
+    return Workspace(inside_bytes=input.nbytes) if input.is_complex() else None
 
 
 def _another_input(out: object, input: Tensor, *others: object) -> Workspace:
     """One more tensor of the input's size: logsumexp, native_dropout."""
-    return Workspace(inside_bytes=_bytes(input))
+    return Workspace(inside_bytes=input.nbytes)
 
 
 _RULES: dict[str, Rule] = {
@@ -209,13 +197,13 @@ _RULES: dict[str, Rule] = {
     "aten::addmm": product,
     "aten::bmm": product,
     "aten::baddbmm": product,
-    "aten::_softmax": _softmax,
-    "aten::_log_softmax": _softmax,
-    "aten::_softmax_backward_data": _softmax_backward,
-    "aten::_log_softmax_backward_data": _softmax_backward,
-    "aten::native_layer_norm": _of_first_argument,
-    "aten::native_layer_norm_backward": _layer_norm_backward,
-    "aten::embedding_dense_backward": _of_first_argument,
+    "aten::_softmax": _copies_first,
+    "aten::_log_softmax": _copies_first,
+    "aten::_softmax_backward_data": _copies_two,
+    "aten::_log_softmax_backward_data": _copies_two,
+    "aten::native_layer_norm": _copies_first,
+    "aten::native_layer_norm_backward": _copies_two,
+    "aten::embedding_dense_backward": _copies_first,
     "aten::native_batch_norm_backward": _batch_norm_backward,
     "aten::mean": _mean,
     "aten::sum": _sum,
@@ -230,6 +218,10 @@ _RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::_fused_rms_norm": _rms_norm,
+    "aten::gather": _accumulated,
+    "aten::scatter": _accumulated,
+    "aten::scatter_add": _accumulated,
+    "aten::scatter_reduce": _accumulated,
     "aten::logsumexp": _another_input,
     "aten::abs": _of_complex,
     "aten::angle": _of_complex,

@@ -97,16 +97,12 @@ def growths(timeline: Timeline, marks: Sequence[int]) -> list[Growth]:
     return sorted(found, key=lambda growth: -growth.bytes_per_step)
 
 
-def held_at(allocations: Sequence[Allocation], mark: int) -> list[Allocation]:
-    return [one for one in allocations if _is_held_at(one, mark)]
-
-
 def _is_held_at(one: Allocation, mark: int) -> bool:
     return one.born < mark and (one.died is None or one.died >= mark)
 
 
 def _growth(line: str, ones: list[Allocation], marks: Sequence[int]) -> Growth | None:
-    held = [held_at(ones, mark) for mark in marks]
+    held = [[one for one in ones if _is_held_at(one, mark)] for mark in marks]
     counts = tuple(len(some) for some in held)
     sizes = tuple(sum(one.size_bytes for one in some) for some in held)
     kind: Kind

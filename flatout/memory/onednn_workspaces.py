@@ -209,7 +209,7 @@ def convolution(
         if is_channels_last(input) or is_channels_last(weight):
             return Workspace(inside_bytes=_channels_last_copies(input, weight) + one.weight(1, 16) + _SMALL_BYTES)
         peak = one.towards_source() if transposed else one.forward()
-        return Workspace(inside_bytes=_made_contiguous(input, weight) + peak - _bytes(out))
+        return Workspace(inside_bytes=made_contiguous(input, weight) + peak - out.nbytes)
     return None
 
 
@@ -233,8 +233,8 @@ def convolution_backward(
     if not _by_onednn(input, weight, stride, dilation, transposed, groups):
         return Workspace(inside_bytes=_columns(input, weight, gradient) if not transposed else 0)
     one = _described(input, weight, gradient, stride, transposed, groups)
-    returned = sum(_bytes(tensor) for tensor in out if tensor is not None)
-    of_input = _bytes(input) if mask[0] else 0
+    returned = sum(tensor.nbytes for tensor in out if tensor is not None)
+    of_input = input.nbytes if mask[0] else 0
     if is_channels_last(input) or is_channels_last(weight):
         copies = _channels_last_copies(gradient, input, weight)
         first = one.weight(16, 16) + _SMALL_BYTES if mask[0] else 0
@@ -243,7 +243,7 @@ def convolution_backward(
     peak = (one.forward() if transposed else one.towards_source()) if mask[0] else 0
     if mask[1]:
         peak = max(peak, of_input + one.towards_weight())
-    return Workspace(inside_bytes=_made_contiguous(gradient, input, weight) + max(0, peak - returned))
+    return Workspace(inside_bytes=made_contiguous(gradient, input, weight) + max(0, peak - returned))
 
 
 def _by_onednn(
@@ -252,15 +252,15 @@ def _by_onednn(
     """torch's ConvParams::use_mkldnn: small work in fp32 on one thread is left to its own kernel."""
     if not torch.backends.mkldnn.is_available() or input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if input.dtype != torch.float32 or input.dim() == 5:
+    if input.dtype != torch.float32:
         return True
-    kernel = tuple(weight.shape[2:])
-    pointwise = math.prod(kernel) == 1
+    height, width = (1, *weight.shape[2:])[-2:]  # torch looks at no more of a volume
+    pointwise = height == width == 1
     uneven = any(one != 1 for one in (*stride, *dilation))
     large = uneven or input.shape[0] >= 16 or not pointwise or torch.get_num_threads() > 1
     if transposed:
         return large
-    return large and (groups > 1 or min(kernel) > 3 or input.shape[0] > 1 or input.numel() > 20480)
+    return large and (groups > 1 or min(height, width) > 3 or input.shape[0] > 1 or math.prod(input.shape[:4]) > 20480)
 
 
 def _described(
@@ -289,15 +289,12 @@ def _columns(input: Tensor, weight: Tensor, result: Tensor) -> int:
 
 
 def _channels_last_copies(*tensors: Tensor) -> int:
-    return sum(_bytes(one) for one in tensors if not is_channels_last(one) and max(one.shape[2:]) > 1)
+    return sum(one.nbytes for one in tensors if not is_channels_last(one) and max(one.shape[2:]) > 1)
 
 
-def _made_contiguous(*tensors: Tensor) -> int:
-    return sum(_bytes(one) for one in tensors if not one.is_contiguous())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
+def made_contiguous(*tensors: object) -> int:
+    """What copies of those take that are not."""
+    return sum(one.nbytes for one in tensors if isinstance(one, Tensor) and not one.is_contiguous())
 
 
 # recurrent layers: oneDNN's LSTM, rnn_utils.cpp's workspace; exact for the 60 shapes measured
@@ -381,8 +378,7 @@ def lstm_backward(
     weights = 4 * hidden * sum(_leading(row, size) for row in rows) * size
     gradients = (inputs + hidden) * _leading(4 * hidden, 4) * 4
     inside = weights + gradients + 2 * samples * hidden * 4 + _lstm_scratch_bytes(tokens, samples, hidden, size)
-    if isinstance(gradient, Tensor):
-        inside += _made_contiguous(gradient)
+    inside += made_contiguous(gradient)
     if size < 4:  # the gradients that it is given, in fp32
         inside += tokens * samples * hidden * 4
     made = {index: one.numel() * 4 for index, one in enumerate(out) if isinstance(one, Tensor)}
@@ -392,10 +388,11 @@ def lstm_backward(
 def product(out: object, *args: object) -> Workspace | None:
     """bf16 mm, addmm, bmm, baddbmm: blocks of both factors packed in pairs of rows, and fp32 sums of one block.
 
-    Fitted to 27 shapes; a first factor that is transposed is packed whole.
+    Fitted to 27 shapes; a first factor that is transposed is packed whole, and batches that are neither
+    contiguous nor transposed contiguous matrices are copied first.
     """
     first, second = [one for one in args if isinstance(one, Tensor)][-2:]
-    if first.element_size() != 2 or first.dim() < 2:
+    if first.dtype != torch.bfloat16 or first.dim() < 2:
         return None
     rows, inner = first.shape[-2:]
     columns = second.shape[-1]
@@ -404,4 +401,6 @@ def product(out: object, *args: object) -> Workspace | None:
     packed = 2 * min(columns, 64) * min(up(inner, 32), 512)
     sums = 4 * min(columns, 64) * min(rows, 256)
     whole = 2 * min(rows, 256) * min(inner, 1024) if first.stride(-1) != 1 and inner > 1 else 0
-    return Workspace(inside_bytes=(packed + sums + whole) * torch.get_num_threads())
+    batches = [one for one in (first, second) if one.dim() == 3 and not one.mT.is_contiguous()]
+    copied = made_contiguous(*batches)
+    return Workspace(inside_bytes=copied + (packed + sums + whole) * torch.get_num_threads())

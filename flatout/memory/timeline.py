@@ -43,6 +43,24 @@ class Allocation:
     died: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorUse:
+    """One of the largest tensors that were held at a peak."""
+
+    size_bytes: int
+    category: str
+    shape: tuple[int, ...]
+    dtype: str
+    module: str
+    line: str
+    operation: str
+
+    @classmethod
+    def of(cls, one: Allocation, category: str, operation: str) -> TensorUse:
+        same = {name: getattr(one, name) for name in ("size_bytes", "shape", "dtype", "module", "line")}
+        return cls(category=category, operation=operation, **same)
+
+
 @dataclass(frozen=True)
 class Peak:
     """The first moment at which the most was held."""

@@ -41,7 +41,7 @@ from flatout.torch_private.dispatch import (
     node_number,
     tree_leaves,
 )
-from flatout.torch_private.tensors import sparse_indices, sparse_values, storage_identity
+from flatout.torch_private.tensors import storage_identity, stored_parts
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Lines of torch and of Flatout are not the user's."""
@@ -82,7 +82,7 @@ class Tracker:
         self._events: list[tuple[int, bool]] = []
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         """Storage -> (allocation's index, bytes that the storage shows, the storage)."""
-        self._held_bytes = self._peak_bytes = 0
+        self.held_bytes = self.peak_bytes = 0
         self._delayed: tuple[int, Tensor, str] | None = None
         """A sum that the autograd engine would make in place: (storage of its first term, the sum, operation)."""
         self._node = (-1, 0)
@@ -124,22 +124,14 @@ class Tracker:
 
     # what was recorded
 
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
-
     def reset_peak(self) -> None:
-        self._peak_bytes = self._held_bytes
+        self.peak_bytes = self.held_bytes
 
     def hold(self, tensors: Iterable[object], category: Category) -> None:
         """Count tensors that were there before, and say what they are; those already counted are only named."""
         tensors = list(tensors)
         for tensor in tensors:
-            self.see(tensor, "")
+            self._see(tensor, "")
         self.name(tensors, category)
 
     def name(self, tensors: Iterable[object], category: Category) -> None:
@@ -188,13 +180,10 @@ class Tracker:
 
     # called by the dispatch mode
 
-    def see(self, tensor: object, operation: str, size_bytes: int = 0) -> int | None:
-        """Count a tensor's storage if it is new; returns its index. size_bytes: if it holds more than it shows."""
-        if not isinstance(tensor, Tensor):
-            return None
-        for inner in plain_tensors(tensor):
-            index = self._see_plain(inner, operation, size_bytes)
-        return index
+    def _see(self, tensor: object, operation: str, size_bytes: int = 0) -> None:
+        """Count a tensor's storage if it is new. size_bytes: if it holds more than it shows."""
+        for inner in plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
+            self._see_plain(inner, operation, size_bytes)
 
     def see_results(
         self, operation: Operation, args: Sequence[object], kwargs: Mapping[str, object], out: object
@@ -203,10 +192,11 @@ class Tracker:
         name = operation.__name__
         results = [out] if isinstance(out, Tensor) else tree_leaves(out) if out is not None else []
         workspace = self._workspace_of(operation, args, kwargs, out) if self._workspace_of is not None else None
+        in_place = name == "scatter.src" and self._scatters_in_place(args, out)
         if workspace is None:
-            if not self._is_in_place_unfollowed(name, args, out):
+            if not in_place and not self._is_in_place_unfollowed(name, args, out):
                 for one in results:
-                    self.see(one, name)
+                    self._see(one, name)
             return
         device = _device_of(results, args)
         for kept, size_bytes in workspace.kept_bytes.items():
@@ -214,8 +204,8 @@ class Tracker:
             if key not in self._kept:
                 self._kept.add(key)
                 self._allocations[self._born(kept, size_bytes, (), "", device)].category = "workspaces"
-        for number, one in enumerate(results):
-            self.see(one, name, workspace.returned_bytes.get(number, 0))
+        for number, one in enumerate(() if in_place else results):
+            self._see(one, name, workspace.returned_bytes.get(number, 0))
         if workspace.inside_bytes > 0:
             self._dies(self._born(name, workspace.inside_bytes, (), "", device))
 
@@ -238,31 +228,45 @@ class Tracker:
         self._delayed = key, out, name
         return True
 
+    def _scatters_in_place(self, args: Sequence[object], out: object) -> bool:
+        """The gradient of sort, topk and their like is scattered into zeros: in place, but not under a dispatch mode.
+
+        So the result takes the place of the zeros.
+        """
+        zeros = args[0]
+        if not isinstance(zeros, Tensor) or not isinstance(out, Tensor) or self._phase != "backward":
+            return False
+        known = self._alive.get(identity(zeros))
+        if known is None or known[0] < self._node[1]:
+            return False  # not made by the formula of this node
+        del self._alive[identity(zeros)]
+        index, storage, key = known[0], out.untyped_storage(), identity(out)
+        self._alive[key] = index, storage.nbytes(), weakref.ref(storage, lambda _: self._end(key, index))
+        return True
+
     def _count_delayed(self) -> None:
         if self._delayed is not None:
             (_, tensor, name), self._delayed = self._delayed, None
-            self.see(tensor, name)
+            self._see(tensor, name)
 
-    def _see_plain(self, tensor: Tensor, operation: str, size_bytes: int) -> int | None:
+    def _see_plain(self, tensor: Tensor, operation: str, size_bytes: int) -> None:
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, oneDNN's own layout: no storage to be seen
-            return None
+            return
         key, shown = storage_identity(storage), storage.nbytes()
         known = self._alive.get(key)
         if known is not None:
-            index = known[0]
             if known[1] == shown:
-                return index
+                return
             self._end(key)  # resized in place: another allocation
         dtype = str(tensor.dtype).removeprefix("torch.")
         index = self._born(operation, max(shown, size_bytes), tuple(tensor.shape), dtype, tensor.device.type)
         self._alive[key] = index, shown, weakref.ref(storage, lambda _: self._end(key, index))
-        if self._limit_bytes is not None and self._held_bytes > self._limit_bytes:
+        if self._limit_bytes is not None and self.held_bytes > self._limit_bytes:
             raise torch.OutOfMemoryError(
-                f"{self._held_bytes} bytes of tensors are held, and the limit is {self._limit_bytes}"
+                f"{self.held_bytes} bytes of tensors are held, and the limit is {self._limit_bytes}"
             )
-        return index
 
     def _resizing(self, resize: Callable[[torch.UntypedStorage, int], None]) -> Callable[..., None]:
         """Storages that are emptied and filled again without an operation: FSDP's gathered parameters."""
@@ -297,15 +301,15 @@ class Tracker:
             )
         )
         self._events.append((index, True))
-        self._held_bytes += size_bytes
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        self.held_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return index
 
     def _dies(self, index: int) -> None:
         one = self._allocations[index]
         one.died = len(self._events)
         self._events.append((index, False))
-        self._held_bytes -= one.size_bytes
+        self.held_bytes -= one.size_bytes
 
     def _end(self, key: int, index: int | None = None) -> None:
         entry = self._alive.get(key)
@@ -456,16 +460,9 @@ def identity(tensor: Tensor) -> int:
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Those that hold the memory of a sparse or a wrapping tensor; else the tensor itself."""
-    if tensor.layout in (torch.sparse_coo,):
-        yield sparse_indices(tensor)
-        yield sparse_values(tensor)
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield tensor.crow_indices()
-        yield tensor.col_indices()
-        yield tensor.values()
-    elif is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(inner := getattr(tensor, name), Tensor):  # a DTensor also names its device mesh
                 yield from plain_tensors(inner)
     else:
-        yield tensor
+        yield from stored_parts(tensor)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from flatout.decoding import decode
 from flatout.memory.savings import Saving, savings_of
-from flatout.memory.timeline import CATEGORIES, Allocation, Timeline
+from flatout.memory.timeline import CATEGORIES, Allocation, TensorUse, Timeline
 
 MOST_LINES = 8
 MOST_TENSORS = 8
@@ -53,19 +53,6 @@ class LineUse:
     size_bytes: int
     tensors: int
     categories: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorUse:
-    """One of the largest tensors that were held at the peak."""
-
-    size_bytes: int
-    category: str
-    shape: tuple[int, ...]
-    dtype: str
-    module: str
-    line: str
-    operation: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +114,7 @@ def use_of(
         warm_up=min(warm_up, len(marks)),
         between_steps_bytes=totals[marks[-1] - 1] if marks and marks[-1] else None,
         lines=_lines(alive, kinds),
-        tensors=tuple(_tensor(one, kinds[id(one)]) for one in alive[:MOST_TENSORS]),
+        tensors=tuple(TensorUse.of(one, kinds[id(one)], _plain(one.operation)) for one in alive[:MOST_TENSORS]),
         savings=savings_of(timeline, marks, device, warm_up=warm_up, one_backward_a_step=one_backward_a_step),
     )
 
@@ -163,18 +150,6 @@ def _lines(alive: Sequence[Allocation], kinds: Mapping[int, str]) -> tuple[LineU
         for line, ones in by_line.items()
     ]
     return tuple(sorted(uses, key=lambda use: -use.size_bytes)[:MOST_LINES])
-
-
-def _tensor(one: Allocation, category: str) -> TensorUse:
-    return TensorUse(
-        size_bytes=one.size_bytes,
-        category=category,
-        shape=one.shape,
-        dtype=one.dtype,
-        module=one.module,
-        line=one.line,
-        operation=_plain(one.operation),
-    )
 
 
 def _plain(operation: str) -> str:

@@ -26,10 +26,10 @@ from flatout.models.config_checks import (
     check_share,
     check_whole,
     check_word,
+    config_from_hugging_face,
     config_of,
-    read_foreign,
 )
-from flatout.models.feed_forward import Activation, FeedForward, activation_from_hugging_face, activation_module
+from flatout.models.feed_forward import Activation, FeedForward, activation_module
 from flatout.models.hugging_face import Source, load_strictly
 from flatout.models.vocabulary import TokenEmbedding, check_tokens, zero_rows
 
@@ -101,10 +101,7 @@ class BertConfig:
             "initializer_range": "init_std",
             "tie_word_embeddings": "tied",
         }
-        keywords = read_foreign(values, model_type="bert", required=required, names=names)
-        if "activation" in keywords:
-            keywords["activation"] = activation_from_hugging_face(keywords["activation"])
-        return config_of(cls, keywords)
+        return config_from_hugging_face(cls, values, model_type="bert", required=required, names=names)
 
 
 class BertOutput(NamedTuple):
@@ -238,7 +235,7 @@ def _initialise(model: nn.Module, config: BertConfig) -> None:
             nn.init.zeros_(parameter)
     for module in model.modules():
         if isinstance(module, TokenEmbedding):
-            module.zero_padding()
+            zero_rows(module.weight, module.vocab_size)
 
 
 _WORDS = "embeddings.word_embeddings.weight"

@@ -12,17 +12,21 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar, get_args
 
 from flatout.errors import UsageError
+from flatout.models.feed_forward import activation_from_hugging_face
 
 C = TypeVar("C")
 
 
-def check_whole(config: object, *names: str, low: int = 1) -> None:
-    """These fields are whole numbers of at least `low`."""
+def _wrong(config: object, name: str, limit: str, remedy: str = "") -> UsageError:
+    return UsageError(f"{type(config).__name__}: {name} is {getattr(config, name)!r}", limit=limit, remedy=remedy)
+
+
+def check_whole(config: object, *names: str) -> None:
+    """These fields are whole numbers of at least 1."""
     for name in names:
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            limit = f"it must be a whole number of at least {low}"
-            raise UsageError(f"{type(config).__name__}: {name} is {value!r}", limit=limit)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _wrong(config, name, "it must be a whole number of at least 1")
 
 
 def check_share(config: object, *names: str) -> None:
@@ -30,8 +34,7 @@ def check_share(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            what = f"{type(config).__name__}: {name} is {value!r}"
-            raise UsageError(what, limit="it must be at least 0 and below 1", remedy="0.0 switches it off")
+            raise _wrong(config, name, "it must be at least 0 and below 1", "0.0 switches it off")
 
 
 def check_above_zero(config: object, *names: str) -> None:
@@ -39,8 +42,7 @@ def check_above_zero(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            what = f"{type(config).__name__}: {name} is {value!r}"
-            raise UsageError(what, limit="it must be a finite number above 0")
+            raise _wrong(config, name, "it must be a finite number above 0")
 
 
 def check_widths(config: object, name: str, *, low: int) -> None:
@@ -48,23 +50,20 @@ def check_widths(config: object, name: str, *, low: int) -> None:
     values = getattr(config, name)
     right = isinstance(values, tuple) and len(values) >= low
     if not right or any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in values):
-        limit = f"it must be a tuple of at least {low} whole numbers above 0"
-        raise UsageError(f"{type(config).__name__}: {name} is {values!r}", limit=limit)
+        raise _wrong(config, name, f"it must be a tuple of at least {low} whole numbers above 0")
 
 
 def check_flag(config: object, *names: str) -> None:
     """These fields are true or false."""
     for name in names:
-        if not isinstance(value := getattr(config, name), bool):
-            raise UsageError(f"{type(config).__name__}: {name} is {value!r}", limit="it must be True or False")
+        if not isinstance(getattr(config, name), bool):
+            raise _wrong(config, name, "it must be True or False")
 
 
 def check_word(config: object, name: str, words: object) -> None:
     """This field is one of the words of a Literal."""
-    value = getattr(config, name)
-    if value not in get_args(words):
-        limit = f"it must be one of {', '.join(map(repr, get_args(words)))}"
-        raise UsageError(f"{type(config).__name__}: {name} is {value!r}", limit=limit)
+    if getattr(config, name) not in get_args(words):
+        raise _wrong(config, name, f"it must be one of {', '.join(map(repr, get_args(words)))}")
 
 
 def check_heads(owner: str, *, width: int, heads: int) -> None:
@@ -81,14 +80,15 @@ def config_of(kind: Callable[..., C], fields: Mapping[str, object]) -> C:
     return kind(**fields)
 
 
-def read_foreign(
+def config_from_hugging_face(
+    kind: Callable[..., C],
     values: Mapping[str, object],
     *,
     model_type: str,
     required: Mapping[str, Collection[object]],
     names: Mapping[str, str],
-) -> dict[str, object]:
-    """Keywords for our config from a transformers config as a dict; a field that it lacks keeps our default.
+) -> C:
+    """Our config from a transformers config as a dict; a field that it lacks keeps our default.
 
     `required` holds what changes the computation: name -> the values that are supported. `names` is theirs -> ours.
     """
@@ -100,4 +100,7 @@ def read_foreign(
             limit = f"supported: {', '.join(map(repr, allowed))}"
             remedy = "use a model that was trained that way, or transformers itself for this one"
             raise UsageError(f"the {model_type} config has {name} = {values[name]!r}", limit=limit, remedy=remedy)
-    return {ours: values[theirs] for theirs, ours in names.items() if values.get(theirs) is not None}
+    fields = {ours: values[theirs] for theirs, ours in names.items() if values.get(theirs) is not None}
+    if "activation" in fields:
+        fields["activation"] = activation_from_hugging_face(fields["activation"])
+    return kind(**fields)

@@ -27,10 +27,10 @@ from flatout.models.config_checks import (
     check_share,
     check_whole,
     check_word,
+    config_from_hugging_face,
     config_of,
-    read_foreign,
 )
-from flatout.models.feed_forward import Activation, activation_from_hugging_face
+from flatout.models.feed_forward import Activation
 from flatout.models.hugging_face import Source, load_strictly
 from flatout.models.pre_norm_block import PreNormBlock
 from flatout.models.vocabulary import TokenEmbedding, check_tokens, token_loss, zero_rows
@@ -111,10 +111,7 @@ class GPT2Config:
             "initializer_range": "init_std",
             "tie_word_embeddings": "tied",
         }
-        keywords = read_foreign(values, model_type="gpt2", required=required, names=names)
-        if "activation" in keywords:
-            keywords["activation"] = activation_from_hugging_face(keywords["activation"])
-        return config_of(cls, keywords)
+        return config_from_hugging_face(cls, values, model_type="gpt2", required=required, names=names)
 
 
 class GPT2(nn.Module):

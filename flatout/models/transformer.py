@@ -26,7 +26,7 @@ from flatout.models.attention import CrossAttention, SelfAttention, causal_key_m
 from flatout.models.config_checks import check_flag, check_heads, check_share, check_whole
 from flatout.models.feed_forward import FeedForward
 from flatout.models.pre_norm_block import PreNormBlock
-from flatout.models.vocabulary import TokenEmbedding, check_tokens, token_loss
+from flatout.models.vocabulary import TokenEmbedding, check_tokens, token_loss, zero_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +116,7 @@ class TransformerLM(nn.Module):
         self.head = _tied_head(self.embedding.tokens)
         _initialise(self)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        valid: Tensor | None = None,
-        *,
-        targets: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, valid: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
         """int64 or int32 [batch, tokens] -> logits, the weights' dtype [batch, tokens, vocabulary].
 
         valid: which tokens are real, as lengths or mask (see `attention`); a causal model with padding on the right
@@ -326,4 +320,4 @@ def _initialise(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, TokenEmbedding):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
-            module.zero_padding()
+            zero_rows(module.weight, module.vocab_size)

@@ -41,10 +41,6 @@ class TokenEmbedding(nn.Embedding):
             tokens = torch.where(tokens < self.vocab_size, tokens, tokens + self.num_embeddings)
         return F.embedding(tokens, self.weight)
 
-    def zero_padding(self) -> None:
-        """Call it after initialising the weight."""
-        zero_rows(self.weight, self.vocab_size)
-
 
 def zero_rows(parameter: Tensor, vocab_size: int) -> None:
     """Zero the padding of a parameter [padded vocabulary, ...]."""
@@ -71,6 +67,5 @@ def check_tokens(tokens: Tensor, *, max_tokens: int | None = None, name: str = "
         raise UsageError(f"{name} holds sequences of 0 tokens", limit="it must hold at least 1 each")
     if max_tokens is not None and length > max_tokens:
         limit = f"the model has {max_tokens} positions"
-        raise UsageError(
-            f"{name} holds sequences of {length} tokens", limit=limit, remedy="cut them or raise max_tokens"
-        )
+        what = f"{name} holds sequences of {length} tokens"
+        raise UsageError(what, limit=limit, remedy="cut them or raise max_tokens")

@@ -1,8 +1,12 @@
-"""Same values and mean gradients on all ranks, of whole tensors."""
+"""Same values and mean gradients on all ranks, of whole tensors.
+
+Strategies see to the model's parameters. Those that the optimizer trains and the model does not have, such as a
+temperature or class centres of the loss, are made the same on all ranks, and their gradients averaged, here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, distributed
@@ -10,6 +14,8 @@ from torch.distributed import ProcessGroup
 
 from flatout.errors import UsageError
 from flatout.memory.fake_run import is_fake
+from flatout.parallel.whole_tensors import is_distributed
+from flatout.parameters import parameters_of
 
 _GLOO_SENDS = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -86,12 +92,7 @@ def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> bool
                 limit="gradients are averaged whole",
                 remedy="make its embedding without sparse=True",
             )
-    for packet in packets([one.grad for one in used if one.grad is not None]):
-        flat = torch.cat([one.reshape(-1) for one in packet])
-        distributed.all_reduce(flat, group=group)
-        flat /= ranks
-        for one, part in zip(packet, flat.split([one.numel() for one in packet]), strict=True):
-            one.copy_(part.view(one.shape))
+    sum_over_ranks([one.grad for one in used if one.grad is not None], group, divided_by=ranks)
     return min(counts) == ranks
 
 
@@ -106,6 +107,20 @@ def _numbers_of_gradients(parameters: Sequence[Tensor], group: ProcessGroup) -> 
     return numbers
 
 
+def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup, *, divided_by: int = 1) -> None:
+    """Of each tensor the sum of all ranks, in place."""
+    for packet in packets(tensors):
+        flat = torch.cat([one.reshape(-1) for one in packet])
+        distributed.all_reduce(flat, group=group)
+        taken_over(packet, flat if divided_by == 1 else flat.div_(divided_by))
+
+
+def taken_over(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Give tensors the values that lie one after the other in `flat`."""
+    for one, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
+        one.copy_(part.view(one.shape))
+
+
 def packets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The tensors in groups of one dtype and device, each of up to PACKET_BYTES or a single tensor."""
     kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
@@ -115,3 +130,42 @@ def packets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             found.append([])
         found[-1].append(one)
     return [packet for found in kinds.values() for packet in found]
+
+
+def beside_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What the optimizer trains besides the model's parameters, but for any that are spread over ranks (DTensors)."""
+    own = {id(one) for one in model.parameters()}
+    return [one for one in parameters_of(optimizer) if id(one) not in own and not is_distributed(one)]
+
+
+def refuse_beside_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer, parallel: str) -> None:
+    """UsageError where there is any of that.
+
+    Under "tensor" and "pipeline" a rank computes a part of the loss, or none, and so of their gradients. Under "fsdp"
+    torch's kernels for GPUs clip and update all of a group at once, and take no whole tensors beside DTensors.
+    """
+    found = beside_model(model, optimizer)
+    if found:
+        raise UsageError(
+            f"the optimizer trains a parameter of shape {list(found[0].shape)} that is not the model's",
+            limit=f"parallel = {parallel!r} shares the training of the model alone",
+            remedy="use parallel = 'ddp' or 'zero1', or make it a parameter that the model uses in its forward",
+        )
+
+
+def averaged_beside_model(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: ProcessGroup
+) -> Callable[[], None]:
+    """Begin with rank 0's values, a collective. Returns what averages the gradients of a step, which is one too."""
+    sent_by_first(beside_model(model, optimizer))
+    known = -1
+    beside: list[Tensor] = []
+
+    def average() -> None:
+        nonlocal known, beside
+        moved = len(parameters_of(optimizer))
+        if moved != known:  # a group may join later
+            known, beside = moved, beside_model(model, optimizer)
+        average_gradients(beside, group)
+
+    return average

@@ -105,10 +105,9 @@ class Launch:
                 limit="they have to find one another",
                 remedy="add --rendezvous HOST:PORT, where HOST is the first machine's name or address",
             )
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise UsageError(
-                f"node_rank is {self.node_rank}", limit=f"machines are numbered from 0 to {self.nnodes - 1}"
-            )
+        number, last = self.node_rank, self.nnodes - 1
+        if number is not None and not (_is_whole(number) and 0 <= number <= last):
+            raise UsageError(f"node_rank is {number!r}", limit=f"machines are numbered from 0 to {last}")
 
     @staticmethod
     def _check_rendezvous(host: str, port: int) -> None:

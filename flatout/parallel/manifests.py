@@ -12,6 +12,7 @@ repositories and shown to others. A comment says where they belong.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -40,6 +41,7 @@ _MOST_NAME_CHARACTERS = 40
 """With what is appended to it, the name of a pod stays within the 63 characters of a DNS label."""
 _SECONDS_LEFT = 10
 """Seconds that a pod has beyond the launcher's own grace period."""
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
 def manifest(kind: Kind, request: Launch, script_command: Sequence[str]) -> str:
@@ -219,18 +221,8 @@ def _without_references(word: str) -> str:
 
 
 def _yaml_text(word: str) -> str:
-    """A double-quoted scalar: whatever might be read as something else, or ends a line, is escaped."""
-    return '"' + "".join(_yaml_character(character) for character in word) + '"'
-
-
-def _yaml_character(character: str) -> str:
-    code = ord(character)
-    if character in '"\\':
-        return f"\\{character}"
-    # Control characters, line and paragraph separators, and the byte order mark; others stand for themselves.
-    if code < 0x20 or 0x7F <= code <= 0x9F or code in (0x2028, 0x2029, 0xFEFF, 0xFFFE, 0xFFFF):
-        return f"\\u{code:04x}"
-    return character
+    """A double-quoted scalar: JSON's, in which YAML would end a line at some more characters, or refuse them."""
+    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(word, ensure_ascii=False))
 
 
 def _variables_comment(request: Launch, start: str) -> list[str]:

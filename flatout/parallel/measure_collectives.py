@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from dataclasses import asdict, replace
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(f"preflight: {said}") from error
     if here.local_rank == 0:
         with written_whole(out) as temporary:
-            temporary.write_text(json.dumps(found.to_json()), encoding="utf-8")
+            temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 def measure(here: Ranks, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZES) -> Timings:
@@ -74,29 +75,32 @@ def measure(here: Ranks, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZ
         products += timer.products()[0]
         pairs, missing = timer.pairs(collectives)
     products += timer.products()[0]
-    place = (here.local_rank, socket.gethostname(), _device_name(here), threads, products)
-    gathered = _gathered((place, pairs), here)
-    machine, timings = -1, []
-    for rank, ((local, host, device, used, samples), _) in enumerate(gathered):
-        machine += local == 0  # launchers number the ranks machine by machine
-        timings.append(
-            RankTiming(
-                rank=rank,
-                machine=max(machine, 0),
-                host=host,
-                device=device,
-                threads=used,
-                product_seconds=tuple(samples),
-            )
-        )
+    own = RankTiming(
+        rank=here.rank,
+        machine=int(here.local_rank == 0),  # whether it is the first one there, until the machines are numbered
+        host=socket.gethostname(),
+        device=_device_name(here),
+        threads=threads,
+        product_seconds=tuple(products),
+    )
+    gathered = [(own, pairs)]
+    if here.count > 1:
+        from torch import distributed
+
+        from flatout.parallel.tensor.parts import Across
+
+        assert distributed.group.WORLD is not None, "there are several ranks"
+        gathered = Across(distributed.group.WORLD).of_all((own, pairs))
+    machines = accumulate(one.machine for one, _ in gathered)  # launchers number the ranks machine by machine
     both = {pair: timing for _, some in gathered for pair, timing in some.items()}
+    numbered = [replace(one, machine=max(number - 1, 0)) for (one, _), number in zip(gathered, machines, strict=True)]
     return Timings(
         backend=_backend(here),
-        ranks=tuple(timings),
+        ranks=tuple(numbered),
         collectives=collectives,
         pairs=tuple(both[pair] for pair in sorted(both)),
         pairs_missing=missing,
-        seconds=timer.longest(),
+        seconds=timer.elapsed(),
     )
 
 
@@ -108,11 +112,8 @@ class _Timer:
         self._start = time.perf_counter()
 
     def elapsed(self) -> float:
-        return time.perf_counter() - self._start
-
-    def longest(self) -> float:
-        """The same on all ranks."""
-        return self._agreed(self.elapsed())
+        """Since the beginning, the same on all ranks."""
+        return self._agreed(time.perf_counter() - self._start)
 
     def products(self) -> tuple[list[float], int]:
         """(samples of a matrix product that all ranks compute at the same time, threads)."""
@@ -144,7 +145,7 @@ class _Timer:
         found: dict[str, list[SizeTiming]] = {name: [] for name in COLLECTIVES}
         missing = dict.fromkeys(COLLECTIVES, "")
         for number, (size, name) in enumerate(cells):
-            left = deadline - self._agreed(self.elapsed())
+            left = deadline - self.elapsed()
             last = found[name][-1] if found[name] else None
             expected = 0.0 if last is None else 2 * last.median_seconds * size / last.size_bytes
             if missing[name] or (last is not None and expected > left):
@@ -182,28 +183,28 @@ class _Timer:
         every = list(combinations(range(count), 2))
         each_seconds = self._seconds * PAIRS_SHARE / len(every) / ROUNDS
         large = _large_bytes(collectives, each_seconds)
-        small_seconds: dict[tuple[int, int], list[float]] = {}
-        large_seconds: dict[tuple[int, int], list[float]] = {}
+        samples: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
         measured = 0
         for pair in every * ROUNDS:
             first_round = measured < len(every)
             until = self._seconds * (MOST_TIMES if first_round else 1)
-            if measured and self._agreed(self.elapsed()) > until:
+            if measured and self.elapsed() > until:
                 break
             if self._here.rank in pair:
-                for seconds, size, calls in ((small_seconds, SMALL_BYTES, 5), (large_seconds, large, 1)):
-                    seconds.setdefault(pair, []).extend(self._there_and_back(pair, size, calls, each_seconds))
+                small_seconds, large_seconds = samples.setdefault(pair, ([], []))
+                small_seconds += self._there_and_back(pair, SMALL_BYTES, 5, each_seconds)
+                large_seconds += self._there_and_back(pair, large, 1, each_seconds)
             measured += 1
             self._agreed(0.0)  # the others wait, so that nothing else is sent
         found = {
             pair: PairTiming(
                 ranks=pair,
                 small_bytes=SMALL_BYTES,
-                small_seconds=tuple(small_seconds[pair]),
+                small_seconds=tuple(small_seconds),
                 large_bytes=large,
-                large_seconds=tuple(large_seconds[pair]),
+                large_seconds=tuple(large_seconds),
             )
-            for pair in small_seconds
+            for pair, (small_seconds, large_seconds) in samples.items()
             if pair[0] == self._here.rank
         }
         if measured < len(every):
@@ -276,20 +277,18 @@ def _collective(name: str, size: int, here: Ranks) -> tuple[Callable[[], object]
     import torch
     from torch import distributed
 
+    from flatout.parallel.tensor.parts import all_gather
+
     part = -(-size // 4 // here.count)
     whole: Tensor = torch.zeros(part * here.count, device=here.device)
     own = torch.zeros(part, device=here.device)
-    # Renamed in torch 2.13, where the old names warn; getattr, because the types of older versions lack the new ones.
-    gather: Callable[[Tensor, Tensor], object] = getattr(
-        distributed, "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
-    )
+    # Renamed in torch 2.13; getattr, because the types of older versions lack the new name.
     scatter: Callable[[Tensor, Tensor], object] = getattr(
-        distributed,
-        "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor",
+        distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
     )
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: distributed.all_reduce(whole),
-        "all_gather": lambda: gather(whole, own),
+        "all_gather": lambda: all_gather(whole, own),
         "reduce_scatter": lambda: scatter(own, whole),
         "broadcast": lambda: distributed.broadcast(whole, 0),
     }
@@ -303,21 +302,6 @@ def _pass_on(tensor: Tensor, other: int, *, sends: bool) -> None:
     operation = distributed.P2POp(distributed.isend if sends else distributed.irecv, tensor, other)
     for work in distributed.batch_isend_irecv([operation]):
         work.wait()
-
-
-_Place = tuple[int, str, str, int, list[float]]
-_Found = tuple[_Place, dict[tuple[int, int], PairTiming]]
-
-
-def _gathered(own: _Found, here: Ranks) -> list[_Found]:
-    """Those of all ranks, in their order."""
-    if here.count == 1:
-        return [own]
-    from torch import distributed
-
-    every: list[_Found] = [own] * here.count
-    distributed.all_gather_object(every, own)
-    return every
 
 
 def _device_name(here: Ranks) -> str:

@@ -11,20 +11,35 @@ A model that the user gave to DistributedDataParallel or fully_shard is trained 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flatout.errors import PlanError, UsageError
 from flatout.machine.ranks import ranks
-from flatout.parallel.alike import check_alike
-from flatout.parallel.beside_model import beside_model, refuse_beside_model
 from flatout.parallel.strategy import Strategy
-from flatout.parallel.whole_tensors import CUTS, PART_OF_STATE, STAGES
+from flatout.parallel.whole_tensors import CUTS, PART_OF_STATE, STAGES, whole_shape
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
     from flatout.plan import Plan
+
+COMPARED = (
+    "parallel",
+    "micro_batches",
+    "precision",
+    "batch_norm",
+    "gradient_compression",
+    "ddp_bucket_mib",
+    "ddp_static_graph",
+    "fsdp_dtype",
+    "fsdp_keep_gathered",
+    "fsdp_cpu_offload",
+    "nonfinite",
+)
+"""Choices that decide what ranks send one another."""
 
 
 def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
@@ -41,9 +56,10 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     if ranks().count == 1:
         return Strategy()
     from flatout.memory.fake_run import is_fake  # here: it takes a second to import
+    from flatout.parallel.averaging import beside_model, refuse_beside_model
 
     if not is_fake(next(model.parameters())):  # in a forecast there are no others
-        check_alike(model, plan, beside_model(model, optimizer))
+        _check_alike(model, plan, beside_model(model, optimizer))
     if plan.parallel in ("tensor", "pipeline"):
         refuse_beside_model(model, optimizer, plan.parallel)
     if plan.parallel == "tensor":
@@ -78,6 +94,36 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     return strategy
 
 
+def _check_alike(model: Module, plan: Plan, beside: Sequence[Tensor] = ()) -> None:
+    """Compare parameters, buffers and plans of all ranks: a collective, before any other. Ranks of different code would
+    wait for one another, or, worse, add up gradients of different things.
+
+    beside: what the optimizer trains besides the model's parameters.
+    """
+    from torch import distributed
+
+    others = [(f"parameter {number} beside the model", one) for number, one in enumerate(beside)]
+    tensors = [*model.named_parameters(), *model.named_buffers(), *others]
+    here: list[str] = [f"{name} is {value!r}" for name in COMPARED if (value := getattr(plan, name)) is not None]
+    here += [f"{name} has shape {list(whole_shape(one))} and dtype {str(one.dtype)[6:]}" for name, one in tensors]
+    here += [f"{name} {'is' if one.requires_grad else 'is not'} trained" for name, one in model.named_parameters()]
+    every: list[list[str]] = [[]] * distributed.get_world_size()
+    distributed.all_gather_object(every, here)
+    for rank, there in enumerate(every):
+        if there == every[0]:
+            continue
+        first, other = next(
+            (one, two)
+            for one, two in zip([*every[0], "nothing more"], [*there, "nothing more"], strict=False)
+            if one != two
+        )
+        raise UsageError(
+            f"the ranks differ: on rank 0 {first}, on rank {rank} {other}",
+            limit="all ranks train the same model by the same plan",
+            remedy="start the same script with the same arguments on each",
+        )
+
+
 def _check_kept(model: Module, optimizer: Optimizer, plan: Plan) -> None:
     """A model that is on several ranks stays there: to any other strategy its parts would look like a whole model."""
     for kind, attribute in (("tensor", CUTS), ("pipeline", STAGES)):
@@ -103,9 +149,9 @@ def _as_given(model: Module) -> Strategy | None:
 
         return wrapped_by_user(model)
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2; its package is not imported to find out
-        from flatout.parallel.shard import is_sharded, sharded_by_user
+        from flatout.parallel.shard import sharded_by_user
 
-        return sharded_by_user(model) if is_sharded(model) else None
+        return sharded_by_user(model)
     return None
 
 

@@ -25,10 +25,10 @@ from typing import Literal, TypeVar
 from flatout.arguments import as_seconds
 from flatout.decoding import decode
 from flatout.errors import MachineError
-from flatout.parallel.cluster import Link
+from flatout.parallel.communication_costs import Link
 from flatout.parallel.launch_request import Launch
 from flatout.parallel.launching.events import Tell
-from flatout.parallel.launching.launch import launch, say_nothing
+from flatout.parallel.launching.launch import launch
 from flatout.parallel.measure_collectives import COLLECTIVES, SECONDS
 from flatout.parallel.rank_timings import Fit, PairTiming, Timings, fit
 from flatout.statistics import median, quantile
@@ -93,20 +93,17 @@ class Preflight:
         if not pairs:
             return None
         small, large = (
-            (size, median([median(seconds) for seconds in samples]))
-            for size, samples in (
-                (pairs[0].small_bytes, [one.small_seconds for one in pairs]),
-                (pairs[0].large_bytes, [one.large_seconds for one in pairs]),
-            )
+            median([median(seconds) for seconds in samples])
+            for samples in ([one.small_seconds for one in pairs], [one.large_seconds for one in pairs])
         )
-        if large[1] < 2 * small[1]:  # the difference is not much more than their scatter
+        if large < 2 * small:  # the difference is not much more than their scatter
             return None
-        slope = (large[1] - small[1]) / (large[0] - small[0])
-        return Link(latency_seconds=max(small[1] - slope * small[0], 0.0), bytes_per_second=1 / slope)
+        slope = (large - small) / (pairs[0].large_bytes - pairs[0].small_bytes)
+        return Link(latency_seconds=max(small - slope * pairs[0].small_bytes, 0.0), bytes_per_second=1 / slope)
 
     def to_json(self) -> dict[str, object]:
         return {
-            "timings": self.timings.to_json(),
+            "timings": asdict(self.timings),
             "fits": {name: None if found is None else asdict(found) for name, found in self.fits.items()},
             "slow": [one.to_json() for one in self.slow],
             "not_judged": list(self.not_judged),
@@ -115,7 +112,7 @@ class Preflight:
         }
 
 
-def preflight(request: Launch, *, seconds: float = SECONDS, tell: Tell = say_nothing) -> Preflight:
+def preflight(request: Launch, *, seconds: float = SECONDS, tell: Tell = lambda event: None) -> Preflight:
     """Start the ranks that `request` asks for, and have them measure for about so many seconds instead of running its
     command. On several machines each of them calls it, and each gets the same figures.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from flatout.statistics import median
 
@@ -75,9 +75,6 @@ class Timings:
     pairs_missing: str = ""
     seconds: float
     """That measuring took."""
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

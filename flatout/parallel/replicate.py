@@ -24,8 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.errors import UsageError
 from flatout.memory.fake_run import is_fake
-from flatout.parallel.averaging import are_sent_as_they_are, average_gradients, same_on_all_ranks, sent_by_first
-from flatout.parallel.beside_model import averaged_beside_model
+from flatout.parallel.averaging import (
+    are_sent_as_they_are,
+    average_gradients,
+    averaged_beside_model,
+    same_on_all_ranks,
+    sent_by_first,
+)
 from flatout.parallel.strategy import Strategy, group_or_none
 
 if TYPE_CHECKING:

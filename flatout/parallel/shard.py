@@ -21,8 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from flatout.data.nested import tensors_in
 from flatout.errors import PlanError, UsageError
 from flatout.levers.compile import repeated_blocks
-from flatout.parallel.averaging import same_on_all_ranks
-from flatout.parallel.beside_model import averaged_beside_model, refuse_beside_model
+from flatout.parallel.averaging import averaged_beside_model, refuse_beside_model, same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.whole_tensors import is_distributed, like
 from flatout.torch_private.attributes import view_base
@@ -32,14 +31,13 @@ if TYPE_CHECKING:
     from flatout.plan import Plan
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Was it given to fully_shard?"""
-    return isinstance(model, FSDPModule)
+def sharded_by_user(model: torch.nn.Module) -> Strategy | None:
+    """None: it was not given to fully_shard.
 
-
-def sharded_by_user(model: torch.nn.Module) -> Strategy:
-    """Each part's gradients are scattered at once, so nothing holds a reduction back: whole gradients would take the
+    Each part's gradients are scattered at once, so nothing holds a reduction back: whole gradients would take the
     memory that sharding saves."""
+    if not isinstance(model, FSDPModule):
+        return None
     parameter = next((one for one in model.parameters() if is_distributed(one)), None)
     if parameter is None:
         raise UsageError(
@@ -118,6 +116,7 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     after = dict(model.named_parameters(remove_duplicate=False))
     exchange_parameters(optimizer, [(old, after[name]) for name, old in before.items()])
     strategy = sharded_by_user(model)
+    assert strategy is not None, "it has just been sharded"
     if strategy.group is not None:
         strategy.after_backward = averaged_beside_model(model, optimizer, strategy.group)
     return strategy

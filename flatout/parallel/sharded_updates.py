@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, distributed
 
 from flatout.errors import UsageError
-from flatout.parallel.averaging import packets
+from flatout.parallel.averaging import packets, taken_over
+from flatout.parallel.collected_state import collected
 from flatout.parallel.whole_tensors import PART_OF_STATE
 from flatout.parameters import parameters_of
 
@@ -122,19 +123,17 @@ class ShardedUpdates:
 
     def _sent(self, owner: int, tensors: list[Tensor]) -> Callable[[], None]:
         """Begins to send these; returns what waits for them, and takes them over where they are another rank's."""
-        sizes = [one.numel() for one in tensors]
         mine = owner == self._rank
-        flat = torch.cat([one.reshape(-1) for one in tensors]) if mine else tensors[0].new_empty(sum(sizes))
+        size = sum(one.numel() for one in tensors)
+        flat = torch.cat([one.reshape(-1) for one in tensors]) if mine else tensors[0].new_empty(size)
         source = distributed.get_global_rank(self._group, owner)
         work = distributed.broadcast(flat, source, group=self._group, async_op=True)
 
         def finish() -> None:
             if work is not None:
                 work.wait()
-            if mine:
-                return
-            for one, part in zip(tensors, flat.split(sizes), strict=True):
-                one.copy_(part.view(one.shape))
+            if not mine:
+                taken_over(tensors, flat)
 
         return finish
 
@@ -148,42 +147,9 @@ class ShardedUpdates:
 
     def _collect(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
         """The whole state, on every rank: of each parameter from the rank that updates it."""
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        own: dict[int, Any] = state["state"]
-        forms: list[Any] = [None] * self._count  # filled by torch
-        mine = {number: {key: _form(value) for key, value in entry.items()} for number, entry in own.items()}
-        distributed.all_gather_object(forms, mine, group=self._group)
-        entries = {
-            number: {
-                key: self._received(owner, own[number][key] if owner == self._rank else None, form)
-                for key, form in forms[owner][number].items()
-            }
-            for number, owner in zip(numbers, self.owners(), strict=True)
-            if number in forms[owner]
-        }
-        return {**state, "state": entries}
-
-    def _received(self, owner: int, own: Any, form: object) -> object:  # own: of any type
-        if not isinstance(form, _Form):
-            return form
-        tensor: Tensor = torch.empty(form.shape, dtype=form.dtype, device=form.device) if own is None else own
-        tensor = tensor.contiguous()
-        distributed.broadcast(tensor, distributed.get_global_rank(self._group, owner), group=self._group)
-        return tensor
+        return collected(state, [owner == self._rank for owner in self.owners()], self._group)
 
 
 def _has_whole_state(optimizer: torch.optim.Optimizer) -> None:
     """Once it was gathered, or loaded after the end."""
     setattr(optimizer, PART_OF_STATE, False)
-
-
-class _Form:
-    """A tensor without its values."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape: tuple[int, ...] = tuple(tensor.shape)
-        self.dtype, self.device = tensor.dtype, tensor.device.type
-
-
-def _form(value: object) -> object:
-    return _Form(value) if isinstance(value, torch.Tensor) else value

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
 
 
 CUT = "cut_over_ranks"
@@ -81,3 +83,15 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         return norm
     over_ranks: Tensor = whole(torch.nn.utils.get_total_norm(spread))
     return torch.hypot(over_ranks, norm.to(over_ranks)) if same else over_ranks
+
+
+def ranks_of_calls(model: Module) -> ProcessGroup | None:
+    """Those that take part in every call of the model, because each has a part of it; None: this one has all."""
+    for module in model.modules():
+        if cuts := module.__dict__.get(CUTS):
+            return next(iter(cuts.values())).across.group  # type: ignore[no-any-return]  # a Cut's
+        stages = module.__dict__.get(STAGES)
+        if stages is not None and stages.begins:  # before the first step each rank has all of it
+            return stages.across.group  # type: ignore[no-any-return]  # of Stages
+    spread: Any = next((one for one in model.parameters() if is_distributed(one)), None)
+    return None if spread is None else spread.device_mesh.get_group(0)

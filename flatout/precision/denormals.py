@@ -21,44 +21,43 @@ _REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 DENORMAL = 1e-40
 PARALLEL_ELEMENTS = 1 << 18
 """Enough that torch splits the work over all threads."""
+_open: list[bool] = []
+"""Of each context that is open: did the calling thread flush them when it began?"""
 
 
 @contextlib.contextmanager
 def flush_denormals() -> Iterator[None]:
     """On for every thread within the context. Raises MachineError where some thread cannot be reached."""
-    already_here = flushed_here()
+    import torch
+
+    _open.append(flushed_here())
     set_in_every_thread(True)
     try:
         if not flushed_everywhere():
             raise MachineError("some compute threads keep denormals", limit="this OpenMP library gives no way in")
         yield
     finally:
-        set_in_every_thread(False)
-        if already_here:
-            torch_flag(True)
+        before = _open[0]
+        _open.pop()
+        if not _open:  # the last of those that overlap
+            set_in_every_thread(False)
+            torch.set_flush_denormal(before)
 
 
 def set_in_every_thread(on: bool) -> None:
     """Set the flag of the calling thread and of the OpenMP workers it commands."""
     import torch
 
-    torch_flag(on)
+    torch.set_flush_denormal(on)
     library = _openmp()
     if library is None or torch.get_num_threads() == 1:
         return
 
     def region(_: int | None) -> None:
-        torch_flag(on)
+        torch.set_flush_denormal(on)
 
     callback = _REGION(region)
     library.GOMP_parallel(callback, None, torch.get_num_threads(), 0)
-
-
-def torch_flag(on: bool) -> None:
-    """The calling thread's own flag."""
-    import torch
-
-    torch.set_flush_denormal(on)
 
 
 def flushed_here() -> bool:

@@ -68,17 +68,6 @@ def quantize_groups_int4(weight: Tensor, group: int = INT4_GROUP) -> tuple[Tenso
     return values, scales
 
 
-def dequantize_rows_int8(values: Tensor, scales: Tensor) -> Tensor:
-    """What quantize_rows_int8 gave -> the weights that it stands for, fp32 [out, in]."""
-    return values.float() * scales[:, None]
-
-
-def dequantize_groups_int4(values: Tensor, scales: Tensor) -> Tensor:
-    """What quantize_groups_int4 gave -> the weights that it stands for, fp32 [out, in]."""
-    groups = values.view(values.shape[0], scales.shape[1], -1).float() - 8
-    return (groups * scales[..., None]).view(values.shape)
-
-
 def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 [groups, size] -> uint8 [groups, size] and fp32 [groups] of the least squared error found."""
     import torch

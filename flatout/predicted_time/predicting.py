@@ -15,12 +15,12 @@ from flatout.machine.published_peaks import GpuEntry, catalogue_entry
 from flatout.plan import Plan
 from flatout.plan_choices import declared
 from flatout.precision.matmul import current_matmul_precision
-from flatout.predicted_time.fake_steps import followed
 from flatout.predicted_time.gpu_rates import H100, MEASURED_ON, gpu_time
 from flatout.predicted_time.prediction import Prediction, WhatIf
+from flatout.predicted_time.replayed import NotReplayableError, followed, replayed
 from flatout.profiling.roofline import SHORT_DTYPES
 from flatout.profiling.step_operators import Operator, StepOperators
-from flatout.sizing.training import Training, check_batch_size
+from flatout.sizing.training import Training
 from flatout.timing import LoadWatch, contention
 from flatout.train.step import TrainStep
 
@@ -71,13 +71,11 @@ def whatif(
     Raises UsageError for what is no TrainStep, a device that is not known, and options that mean nothing.
     """
     training = Training.of(step, batch)
-    check_batch_size(batch_size)
     wanted = training if plan is None else training.under(as_plan(plan, "step"))
-    samples = batch_size or training.samples
+    samples = training.samples_wanted(batch_size)
     if threads is not None:
         as_whole_number(threads, "threads")
-    names = _device_names(devices)
-    _check_priced(_prices(prices), names)
+    names, priced = _asked(devices, prices)
     if threads is not None and CPU not in names:
         raise UsageError(f"threads is {threads}", limit="it is for the device 'cpu'", remedy="devices=['cpu', ...]")
     gpus = [catalogue_entry(name) for name in names if name != CPU]
@@ -97,7 +95,7 @@ def whatif(
         name=type(step.model).__name__,
         samples=samples,
         precision=_precision(wanted, tf32=tf32),
-        prices=prices,
+        prices=priced,
         notes=notes,
     )
 
@@ -115,7 +113,8 @@ def of_script(
     """Of a script that was followed on a CPU. peak_bytes: of its tensors there; None: unknown."""
     operators = step.as_on_cuda()
     found = []
-    for key in _device_names(devices):
+    names, priced = _asked(devices, prices)
+    for key in names:
         gpu = catalogue_entry(key)
         one = on_gpu(operators, gpu, samples=step.samples, tf32=tf32)
         if peak_bytes is None:
@@ -126,7 +125,7 @@ def of_script(
     half = half_products(operators)
     precision = f"{half} where it casts, else fp32" if half else _fp32_products(tf32)
     notes = [*notes, *work_notes(operators)]
-    return whatif_of(found, name=name, samples=step.samples, precision=precision, prices=prices, notes=notes)
+    return whatif_of(found, name=name, samples=step.samples, precision=precision, prices=priced, notes=notes)
 
 
 def work_notes(operators: Iterable[Operator]) -> list[str]:
@@ -171,10 +170,7 @@ def on_gpu(operators: Sequence[Operator], gpu: GpuEntry, *, samples: int | None,
 def _within(one: Prediction, seconds: float, uncertainty: float) -> Prediction:
     """A prediction that is `uncertainty` too low is of a step that takes 1 / (1 - uncertainty) times as long."""
     return replace(
-        one,
-        step_seconds=seconds,
-        low_seconds=seconds / (1 + uncertainty),
-        high_seconds=seconds / (1 - uncertainty),
+        one, step_seconds=seconds, low_seconds=seconds / (1 + uncertainty), high_seconds=seconds / (1 - uncertainty)
     )
 
 
@@ -184,12 +180,11 @@ def whatif_of(
     name: str,
     samples: int | None,
     precision: str,
-    prices: Mapping[str, float] | None,
+    prices: Mapping[str, float],
     notes: Sequence[str] = (),
 ) -> WhatIf:
     """Sorted, with prices."""
-    given = _prices(prices)
-    priced = [replace(one, price_per_hour=given.get(one.device)) for one in predictions]
+    priced = [replace(one, price_per_hour=prices.get(one.device)) for one in predictions]
     bound = any(one.bound == "host" for one in priced)
     ordered = sorted(priced, key=lambda one: (one.step_seconds is None, one.step_seconds or 0.0))
     return WhatIf(
@@ -203,16 +198,18 @@ def whatif_of(
 
 def check_devices(devices: Sequence[str] | None, prices: Mapping[str, float] | None) -> None:
     """UsageError for what is not in the catalogue, before anything takes time."""
-    names = _device_names(devices)
+    names, _ = _asked(devices, prices)
     if CPU in names:
         raise UsageError("the device 'cpu'", limit="scripts are predicted on GPUs of the catalogue")
-    _check_priced(_prices(prices), names)
 
 
-def _check_priced(prices: Mapping[str, float], names: Sequence[str]) -> None:
-    other = next((name for name in prices if name not in names), None)
+def _asked(devices: Sequence[str] | None, prices: Mapping[str, float] | None) -> tuple[list[str], dict[str, float]]:
+    """(the devices, prices of an hour), by their names in the catalogue."""
+    names, given = _device_names(devices), _prices(prices)
+    other = next((name for name in given if name not in names), None)
     if other is not None:
         raise UsageError(f"a price of {other!r}", limit=f"prices are of the devices asked for: {', '.join(names)}")
+    return names, given
 
 
 def _prices(prices: Mapping[str, float] | None) -> dict[str, float]:
@@ -267,7 +264,6 @@ def _with_memory(one: Prediction, training: Training, gpu: GpuEntry, samples: in
 
 def _here(training: Training, wanted: Training, samples: int, threads: int | None) -> Prediction:
     from flatout.machine.detect import available_memory_bytes, detect
-    from flatout.predicted_time.replayed import NotReplayableError, replayed
     from flatout.sizing.forecasting import forecast_training
     from flatout.sizing.target import find_target
 

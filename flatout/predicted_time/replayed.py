@@ -8,14 +8,17 @@ replay: it grows with the bytes that operators read, and on fewer threads as the
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+from flatout.data.nested import leaves_in, map_leaves, map_tensors
+from flatout.errors import UsageError
 from flatout.generators import generators_kept
-from flatout.predicted_time.fake_steps import fake_step
 from flatout.profiling.operator_classes import moves_no_data, operator_class
+from flatout.profiling.step_operators import Operator, of_followed, summed
 from flatout.statistics import median
 from flatout.units import format_seconds
 
@@ -62,6 +65,10 @@ class _TensorLike:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> _TensorLike:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
     @property
     def size_bytes(self) -> int:
         return self._count * self.dtype.itemsize
@@ -95,7 +102,8 @@ class _Call:
 
     @property
     def read_bytes(self) -> int:
-        return sum(one.size_bytes for one in _tensors_in((self.args, self.kwargs)))
+        tensors = leaves_in((self.args, self.kwargs), "", _is_described)
+        return sum(one.size_bytes for _, one in tensors)
 
 
 def replayed(
@@ -181,7 +189,7 @@ def _calls(training: Training, samples: int) -> dict[str, _Call]:
         def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             name = name_in_schema(func)
             if not moves_no_data(name) and name.partition("::")[0] not in _SKIPPED:
-                call = _Call(func, _described(args), _described(kwargs))
+                call = _Call(func, *map_tensors(_TensorLike.of, (args, kwargs)))
                 found.setdefault(f"{func} {call.args} {call.kwargs}", call).count += 1
             return func(*args, **kwargs)
 
@@ -190,33 +198,10 @@ def _calls(training: Training, samples: int) -> dict[str, _Call]:
     return found
 
 
-def _described(value: object) -> object:
-    """With descriptions in place of tensors."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return _TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype)
-    if isinstance(value, list | tuple):
-        return [_described(one) for one in value]
-    if isinstance(value, Mapping):
-        return {name: _described(one) for name, one in value.items()}
-    return value
-
-
-def _made(value: object) -> Any:
-    if isinstance(value, _TensorLike):
-        return value.make()
-    if isinstance(value, list):
-        return [_made(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _made(one) for name, one in value.items()}
-    return value
-
-
 def _callable_arguments(call: _Call) -> tuple[Any, Any]:
     """Tensors with which the operator was called once. On fake tensors statistics of norms in half precision are half
     too, which they are not on real ones."""
-    args, kwargs = _made(call.args), _made(call.kwargs)
+    args, kwargs = map_leaves(_TensorLike.make, (call.args, call.kwargs), _is_described)
     try:
         call.operation(*args, **kwargs)
     except RuntimeError:
@@ -244,14 +229,8 @@ def _read_bytes(calls: Sequence[_Call]) -> int:
     return sum(call.count * call.read_bytes for call in calls)
 
 
-def _tensors_in(value: Any) -> Iterator[_TensorLike]:
-    if isinstance(value, _TensorLike):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
+def _is_described(value: object) -> TypeGuard[_TensorLike]:
+    return isinstance(value, _TensorLike)
 
 
 def _time(calls: Sequence[_Call]) -> None:
@@ -271,3 +250,46 @@ def _time(calls: Sequence[_Call]) -> None:
             except Exception:  # it needs values that fit each other, or a state; the others go on
                 continue
             call.seconds = median(taken) if call.seconds is None else min(call.seconds, median(taken))
+
+
+# a step that is not taken: on fake tensors, which need neither memory nor time
+
+
+def followed(training: Training, samples: int, *, as_on_cuda: bool) -> tuple[Operator, ...]:
+    """Of the second step, with `samples` in its batch, on fake tensors. Nothing of the training is changed.
+
+    as_on_cuda: with the kernels that CUDA has, and the optimizer's updates for all weights at once. Raises UsageError
+    where not the whole step could be followed.
+    """
+    from flatout.profiling.following import OperatorFollower
+
+    follower = OperatorFollower()
+    with fake_step(training, samples, as_on_cuda=as_on_cuda) as step, follower:
+        step()
+    if follower.incomplete:
+        raise UsageError(
+            f"not the whole step was followed: {follower.incomplete}", limit="a part of a step predicts no step"
+        )
+    return summed(of_followed(follower.operators))
+
+
+@contextlib.contextmanager
+def fake_step(training: Training, samples: int, *, as_on_cuda: bool) -> Iterator[Callable[[], object]]:
+    """A step of copies on fake tensors, which was taken once: the optimizer has its state."""
+    from flatout.memory.fake_run import FakeRun, ValuesForOptimizers, operations_as_on_cuda, torch_keeps_quiet
+    from flatout.sizing.forecasting import default_to_foreach, on_fake_copies
+
+    world = FakeRun()
+    fake = on_fake_copies(world, training, samples)
+    if as_on_cuda:
+        default_to_foreach(fake.optimizer)
+    on_cpu = training.device_type == "cpu"
+    cuda = operations_as_on_cuda() if as_on_cuda and on_cpu else contextlib.nullcontext()
+    with torch_keeps_quiet(), generators_kept(), world, cuda, ValuesForOptimizers():
+        step = fake.make_step()
+        try:
+            fake.model.train()
+            step(fake.batch)
+            yield lambda: step(fake.batch)
+        finally:
+            step.close()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from flatout.profiling.operator_classes import operator_class
-from flatout.profiling.profile import KernelRow, LineRow, ModuleRow, OperatorRow, Phase, WaitRow
+from flatout.profiling.profile import KernelRow, LineRow, ModuleRow, OperatorRow, Phase, WaitRow, grouped, known_sum
 from flatout.profiling.recorded_events import Event, Kernel, Recording
 from flatout.profiling.waits import Wait, cost_of, waits_in
 from flatout.tracebacks import within
@@ -104,8 +104,8 @@ class _Attribution:
         self._recording = recording
         self._events, self._kernels = recording.events, recording.kernels
         self._steps, self._on_gpu, self._folder = max(1, steps), on_gpu, folder
-        self._exact = _Queues(followed, lambda one: (one.phase == "backward", one.name, one.shapes))
-        self._by_name = _Queues(followed, lambda one: (one.phase == "backward", one.name))
+        self._exact = _turns(followed, lambda one: (one.phase == "backward", one.name, one.shapes))
+        self._by_name = _turns(followed, lambda one: (one.phase == "backward", one.name))
         self._where: list[_Where | None] = [None] * len(self._events)
         self._matched_by_name = [False] * len(self._events)
         self._top: list[int | None] = [None] * len(self._events)
@@ -146,10 +146,10 @@ class _Attribution:
             backward[number] |= event.backward
             if self._top[number] is not None or event.annotation:
                 continue
-            found = self._exact.next((backward[number], event.name, event.shapes))
+            found = next(self._exact.get((backward[number], event.name, event.shapes), _NO_TURN), None)
             exact = found is not None
             if found is None:
-                found = self._by_name.next((backward[number], event.name))
+                found = next(self._by_name.get((backward[number], event.name), _NO_TURN), None)
             if found is not None:
                 self._top[number], self._matched_by_name[number] = number, not exact
                 self._where[number] = _Where(
@@ -284,40 +284,38 @@ class _Attribution:
         return tuple(sorted(rows, key=lambda row: -row.seconds)[:MOST_LINES])
 
     def _kernel_rows(self) -> tuple[KernelRow, ...]:
-        grouped: dict[tuple[str, str, str], list[Kernel]] = {}
+        alike: dict[tuple[str, str, str], list[Kernel]] = {}
         for one in self._kernels:
             number = one.operator
             top = self._top[number] if number is not None else None
             operator = self._events[top if top is not None else number].name if number is not None else ""
-            grouped.setdefault((one.name[:300], one.kind, operator), []).append(one)
-        rows = [
-            KernelRow(
+            alike.setdefault((one.name[:300], one.kind, operator), []).append(one)
+        rows = []
+        for (name, _, operator), kernels in alike.items():
+            copied = known_sum(*(one.size_bytes for one in kernels))
+            row = KernelRow(
                 name=name,
                 kind=kernels[0].kind,
                 operator=operator,
                 calls=len(kernels) / self._steps,
                 seconds=sum(one.seconds for one in kernels) / self._steps,
-                bytes=_total([one.size_bytes for one in kernels], self._steps),
+                bytes=None if copied is None else copied / self._steps,
             )
-            for (name, _, operator), kernels in grouped.items()
-        ]
+            rows.append(row)
         return tuple(sorted(rows, key=lambda row: -row.seconds)[:MOST_KERNELS])
 
 
-class _Queues:
+def _turns(
+    followed: Sequence[FollowedOperator], key: Callable[[FollowedOperator], object]
+) -> dict[object, Iterator[FollowedOperator]]:
     """The followed operators by key, each key's handed out in turn, step after step."""
+    found: dict[object, list[FollowedOperator]] = {}
+    for one in followed:
+        found.setdefault(key(one), []).append(one)
+    return {name: itertools.cycle(operators) for name, operators in found.items()}
 
-    def __init__(self, followed: Sequence[FollowedOperator], key: Callable[[FollowedOperator], object]) -> None:
-        self._found: dict[object, list[FollowedOperator]] = {}
-        for one in followed:
-            self._found.setdefault(key(one), []).append(one)
-        self._turns: dict[object, Iterator[FollowedOperator]] = {
-            name: itertools.cycle(operators) for name, operators in self._found.items()
-        }
 
-    def next(self, key: object) -> FollowedOperator | None:
-        turn = self._turns.get(key)
-        return None if turn is None else next(turn)
+_NO_TURN: Iterator[FollowedOperator] = iter(())
 
 
 def flops_by_shapes(name: str, shapes: Sequence[Sequence[int]]) -> float | None:
@@ -397,24 +395,9 @@ def _bounded(rows: list[OperatorRow]) -> tuple[OperatorRow, ...]:
     rows.sort(key=lambda row: -row.seconds)
     if len(rows) <= MOST_ROWS:
         return tuple(rows)
-    from flatout.profiling.profile import grouped
-
     kept, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
-    others = [
-        OperatorRow(
-            name=OTHERS,
-            operator_class=first.operator_class,
-            calls=first.calls,
-            seconds=first.seconds,
-            host_seconds=first.host_seconds,
-            phase=first.phase,
-            device=first.device,
-            flops=first.flops,
-            bytes=first.bytes,
-        )
-        for first in (row for group in _by_phase(rest).values() for row in grouped(group, "class"))
-    ]
-    return (*kept, *others)
+    others = (row for group in _by_phase(rest).values() for row in grouped(group, "class"))
+    return (*kept, *(replace(one, name=OTHERS, shapes="", dtype="", module="", line="") for one in others))
 
 
 def _by_phase(rows: Sequence[OperatorRow]) -> dict[str, list[OperatorRow]]:
@@ -431,11 +414,6 @@ def runs_compiled_code(recording: Recording) -> bool:
 def replays_graphs(recording: Recording) -> bool:
     """CUDA graphs."""
     return any(event.name.startswith("cudaGraphLaunch") for event in recording.events)
-
-
-def _total(sizes: Sequence[float | None], steps: int) -> float | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) / steps if known else None
 
 
 def _labelled_phase(event: Event) -> Phase | None:

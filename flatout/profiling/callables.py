@@ -15,7 +15,7 @@ from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.profile import Profile
 from flatout.profiling.recorded_events import Recording
 from flatout.profiling.window import COMPILED, ProfilerWindow, Windows, step_label, steps_to_profile
-from flatout.torch_private.compiler import backend_was_made, frames_traced
+from flatout.torch_private.compiler import compile_was_asked_for
 from flatout.torch_private.dispatch import current_dispatch_mode
 
 WARM_UP_CALLS = 3
@@ -107,7 +107,7 @@ def _followed(function: Callable[[], object], folder: str) -> tuple[OperatorFoll
     """(None, why) where nothing may follow: compiled code would be compiled again with what follows in it."""
     if current_dispatch_mode() is not None:
         return None, "unknown, because another dispatch mode is on"
-    if (frames_traced() or backend_was_made()) and _runs_compiled_code(function):
+    if compile_was_asked_for() and _runs_compiled_code(function):
         return None, COMPILED
     follower = OperatorFollower(prefer=folder)
     with follower:

@@ -6,12 +6,11 @@ threads of the backend carry it out, and the waits of the process for them are t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from flatout.profiling.profile import CollectiveRow, Communication
 from flatout.profiling.recorded_events import Recording
-
-Interval = tuple[float, float]
 
 
 def communication(recording: Recording, *, steps: int, exposed_seconds: float | None) -> Communication | None:
@@ -20,11 +19,11 @@ def communication(recording: Recording, *, steps: int, exposed_seconds: float | 
     calls = kernels or recording.collectives
     if not calls or not steps:
         return None
-    spans = union((one.begin, one.end) for one in calls)
-    total = length(spans) / steps
+    spans = [(one.begin, one.end) for one in calls]
+    total = covered(spans) / steps
     if kernels:
-        others = union((one.begin, one.end) for one in recording.kernels if one.kind != "communication")
-        exposed_seconds = total - length(overlap(spans, others)) / steps
+        others = [(one.begin, one.end) for one in recording.kernels if one.kind != "communication"]
+        exposed_seconds = max(0.0, covered([*spans, *others]) - covered(others)) / steps
     known = None if exposed_seconds is None else min(total, exposed_seconds)
     return Communication(
         total_seconds=total,
@@ -44,39 +43,14 @@ def _rows(calls: Sequence[tuple[str, float]], steps: int) -> tuple[CollectiveRow
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time, in intervals that do not touch.
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Time within at least one of them.
 
-    >>> union([(3, 4), (0, 2), (1, 2.5)])
-    [(0, 2.5), (3, 4)]
+    >>> covered([(3, 4), (0, 2), (1, 2.5)])
+    3.5
     """
-    found: list[Interval] = []
+    total, until = 0.0, -math.inf
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def overlap(ones: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What is in both; each is ordered, and its intervals do not touch.
-
-    >>> overlap([(0, 2), (3, 5)], [(1, 4)])
-    [(1, 2), (3, 4)]
-    """
-    found: list[Interval] = []
-    one = other = 0
-    while one < len(ones) and other < len(others):
-        begin, end = max(ones[one][0], others[other][0]), min(ones[one][1], others[other][1])
-        if begin < end:
-            found.append((begin, end))
-        if ones[one][1] < others[other][1]:
-            one += 1
-        else:
-            other += 1
-    return found
-
-
-def length(intervals: Sequence[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

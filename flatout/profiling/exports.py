@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import io
 import json
-import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from flatout.errors import UsageError
 from flatout.profiling.profile import OperatorRow, Profile
 from flatout.train.loggers import TensorBoardLog
-from flatout.whole_files import PRIVATE, written_whole
+from flatout.whole_files import PRIVATE, can_be_written, errors_named, written_whole
 
 TABLES = (".csv", ".json", ".txt")
 TRACES = (".json", ".json.gz")
@@ -37,8 +35,7 @@ def check_trace(path: Path) -> None:
 def _check(path: Path, endings: Sequence[str], what: str) -> None:
     if not path.name.endswith(tuple(endings)):
         raise UsageError(f"cannot write {what} to {path}", limit=f"its name ends with {', '.join(endings)}")
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not can_be_written(path):
         raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
 
 
@@ -46,25 +43,15 @@ def write_table(path: Path, rows: Sequence[OperatorRow]) -> None:
     """The format by the name's ending."""
     made = {".csv": _csv, ".json": _json, ".txt": _text}
     text = next(make for ending, make in made.items() if path.name.endswith(ending))(rows)
-    with _errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
+    with errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a file's name may be no UTF-8
-
-
-@contextlib.contextmanager
-def _errors_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _csv(rows: Sequence[OperatorRow]) -> str:
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = [one.name for one in fields(OperatorRow)]
-    writer.writerow(names)
-    for row in rows:
-        writer.writerow([_cell(getattr(row, name)) for name in names])
+    writer = csv.DictWriter(out, [one.name for one in fields(OperatorRow)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in vars(row).items()} for row in rows)
     return out.getvalue()
 
 
@@ -90,7 +77,7 @@ def _text(rows: Sequence[OperatorRow]) -> str:
 
 def write_trace(recorded: Path, path: Path) -> None:
     """Copy a trace (plain JSON) to where it was asked for; compressed where the name ends with .gz."""
-    with _errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
+    with errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
         if path.name.endswith(".gz"):
             with open(recorded, "rb") as source, gzip.open(temporary, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target)
@@ -100,7 +87,7 @@ def write_trace(recorded: Path, path: Path) -> None:
 
 def write_tensorboard(folder: Path, recorded: Path | None, profile: Profile, log: TensorBoardLog) -> None:
     """A trace under the name that TensorBoard's profile plugin looks for, and scalars into the log of that folder."""
-    with _errors_named(folder):
+    with errors_named(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if recorded is not None:
             write_trace(recorded, folder / f"flatout.{time.time_ns() // 1_000_000}.pt.trace.json.gz")

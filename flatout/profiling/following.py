@@ -18,7 +18,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,9 @@ from flatout.train.flops import OperationCount
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
+
+    Call = tuple[OpOverload[..., object], Sequence[object], Mapping[str, object], object]
+    """(operation, args, kwargs, what it returned)"""
 
 MOST_OPERATORS = 200_000
 """That are kept; of more only the number is known."""
@@ -128,9 +131,7 @@ class OperatorFollower:
         self._stack.enter_context(_Mode(self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._named.clear()
 
@@ -176,17 +177,11 @@ class OperatorFollower:
             return "other", origin
         return ("forward" if recording else "evaluation"), origin
 
-    def ended(
-        self,
-        operation: OpOverload[..., object],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        out: object,
-        where: tuple[Phase, Origin],
-    ) -> None:
+    def ended(self, call: Call, where: tuple[Phase, Origin]) -> None:
         self.count += 1
         if len(self.operators) >= MOST_OPERATORS:
             return
+        operation, args, kwargs, out = call
         name = name_in_schema(operation)
         phase, origin = where
         devices = {one.device for one in (*_tensors(tuple(args)), *_tensors(out)) if one.dim()}
@@ -198,24 +193,17 @@ class OperatorFollower:
                 name=name,
                 shapes=shapes_of(args, kwargs),
                 dtype=_dtype(args, out),
-                flops=self._counted(name, operation, args, kwargs, out),
-                size_bytes=_traffic(name, operation, args, kwargs, out),
+                flops=self._counted(name, call),
+                size_bytes=_traffic(name, call),
                 phase=phase,
                 origin=origin,
             )
         )
 
-    def _counted(
-        self,
-        name: str,
-        operation: OpOverload[..., object],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        out: object,
-    ) -> float | None:
+    def _counted(self, name: str, call: Call) -> float | None:
         """FLOPs; where they are unknown, the others are still counted, and `uncounted` says so."""
         try:
-            found = self._flops.of(operation, args, kwargs, out)
+            found = self._flops.of(*call)
         except Exception as error:  # of an extension's formula, or of torch's with a kind of tensor that is new to it
             self.uncounted = self.uncounted or f"FLOPs of {name} cannot be counted: {type(error).__name__}: {error}"
             return None
@@ -277,12 +265,8 @@ class OperatorFollower:
         path = self._names.get(id(module))
         if path is None:  # made or found while the outer one runs
             path = f"{self._open_modules[-1]}.{type(module).__name__}" if self._open_modules else type(module).__name__
-        known = self.modules.get(path)
-        if known is None:
-            known = self.modules[path] = FollowedModule(
-                path=path, kind=type(module).__name__, depth=len(self._open_modules)
-            )
-        known.calls += 1
+        made = FollowedModule(path=path, kind=type(module).__name__, depth=len(self._open_modules))
+        self.modules.setdefault(path, made).calls += 1
         self._open_modules.append(path)
 
     def _root_name(self, module: nn.Module) -> str:
@@ -317,16 +301,12 @@ class _Mode(ListeningMode):
         out = func(*args, **kwargs)
         if where is not None:
             with follower.guard():
-                follower.ended(func, args, kwargs, out, where)
+                follower.ended((func, args, kwargs, out), where)
         return out
 
 
 _NOWHERE = Origin()
-
-
-@functools.lru_cache(maxsize=8192)
-def _is_users(file: str) -> bool:
-    return is_users_file(file)
+_is_users = functools.lru_cache(maxsize=8192)(is_users_file)
 
 
 def shapes_of(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
@@ -354,15 +334,10 @@ def _size(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def _traffic(
-    name: str,
-    operation: OpOverload[..., object],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    out: object,
-) -> float:
+def _traffic(name: str, call: Call) -> float:
     if moves_no_data(name):
         return 0.0
+    operation, args, kwargs, out = call
     if out is None:  # what changes lists of tensors in place returns nothing
         out = tuple(args[place] for place in changed_arguments(operation) if place < len(args))
     written = [_size(one) for one in _tensors(out)]

@@ -41,16 +41,8 @@ def parts_on_gpu(spans: Mapping[str, float], busy: Mapping[str, float], step_sec
     scale = min(1.0, step_seconds / total) if total else 1.0  # kernels of two streams overlap; clocks differ a little
     left = max(0.0, step_seconds - scale * total)
     data = min(left, spans.get("data", 0.0))
-    return StepParts(
-        data=data,
-        copies=scale * working["copies"],
-        forward=scale * working["forward"],
-        backward=scale * working["backward"],
-        optimizer=scale * working["optimizer"],
-        communication=scale * working["communication"],
-        idle=left - data,
-        other=scale * other,
-    )
+    named = {phase: scale * seconds for phase, seconds in working.items()}
+    return StepParts(**named, data=data, idle=left - data, other=scale * other)
 
 
 def parts_by_operators(operators: Sequence[OperatorRow], step_seconds: float) -> StepParts:

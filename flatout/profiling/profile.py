@@ -10,9 +10,10 @@ A figure that is unknown is None, and the field beside it (`..._reason`, or `rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from flatout.decoding import decode
 
@@ -23,7 +24,6 @@ OperatorClass = Literal[
     "matmul", "convolution", "attention", "recurrent", "embedding", "normalisation", "softmax", "reduction",
     "pointwise", "optimizer", "copy", "communication", "other",
 ]  # fmt: skip
-T = TypeVar("T")
 _ROUNDING = 1e-6
 
 
@@ -124,6 +124,11 @@ class StepParts:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
+def sizes_in(shapes: str) -> list[list[int]]:
+    """Of a row's `shapes`: [[64, 128], [128, 10]]."""
+    return [[int(size) for size in one.split(",")] for one in re.findall(r"\[([\d, ]+)\]", shapes)]
+
+
 def evaluation_in_step(parts: Mapping[str, float], step_seconds: float) -> bool:
     """Is evaluation one of the parts that add up to the step, or does it come on top of them? Seconds by kind."""
     return math.isclose(sum(parts.values()), step_seconds, rel_tol=_ROUNDING)
@@ -221,8 +226,8 @@ class MatrixUnits:
     unit: str
     """'AMX', 'Tensor Cores'; '' where this device has none."""
     product_seconds: float
-    seconds_on_units: float | None
-    share: float | None
+    seconds_on_units: float | None = None
+    share: float | None = None
     reason: str = ""
     """Why the share is None."""
     rest: tuple[tuple[str, float], ...] = ()
@@ -367,13 +372,8 @@ def grouped(rows: Iterable[OperatorRow], by: GroupBy) -> list[OperatorRow]:
 
 def sorted_operators(rows: Sequence[OperatorRow], sort: SortBy) -> tuple[OperatorRow, ...]:
     """The largest first; what is unknown last."""
-    keys: Mapping[SortBy, Callable[[OperatorRow], float]] = {
-        "time": lambda row: row.seconds,
-        "calls": lambda row: row.calls,
-        "flops": lambda row: row.flops or 0.0,
-        "bytes": lambda row: row.bytes or 0.0,
-    }
-    return tuple(sorted(rows, key=keys[sort], reverse=True))
+    by = "seconds" if sort == "time" else sort
+    return tuple(sorted(rows, key=lambda row: getattr(row, by) or 0.0, reverse=True))
 
 
 def _added(one: OperatorRow, other: OperatorRow) -> OperatorRow:
@@ -390,8 +390,8 @@ def _added(one: OperatorRow, other: OperatorRow) -> OperatorRow:
         calls=one.calls + other.calls,
         seconds=one.seconds + other.seconds,
         host_seconds=one.host_seconds + other.host_seconds,
-        flops=_sum(one.flops, other.flops),
-        bytes=_sum(one.bytes, other.bytes),
+        flops=known_sum(one.flops, other.flops),
+        bytes=known_sum(one.bytes, other.bytes),
     )
 
 
@@ -399,8 +399,10 @@ def _same(one: str, other: str) -> str:
     return one if one == other else ""
 
 
-def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None and other is None else (one or 0.0) + (other or 0.0)
+def known_sum(*values: float | None) -> float | None:
+    """None where none of them is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _per_second(count: float | None, seconds: float | None) -> float | None:

@@ -21,11 +21,17 @@ STEP = "Flatout step"
 too, also while that records nothing."""
 DISTURBED = 2.0
 _EVALUATES = "autograd::engine::evaluate_function"
+KernelKind = Literal["kernel", "copy", "set", "communication"]
 Links = dict[tuple[str, int, str], int]
 """(kind of device, number, name) of an event -> number of the operator that it belongs to. Calls of CUDA's runtime are
 numbered by another count than operators."""
 _HOST_BACKENDS = ("gloo:", "mpi:", "ucc:")
-_COMMUNICATION = ("nccl", "ncclKernel", "ncclDevKernel")
+_KINDS: tuple[tuple[KernelKind, tuple[str, ...]], ...] = (
+    ("copy", ("Memcpy", "memcpy")),
+    ("set", ("Memset", "memset")),
+    ("communication", ("nccl",)),
+)
+"""How names of a kind begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +64,7 @@ class Kernel:
     name: str
     begin: float
     end: float
-    kind: Literal["kernel", "copy", "set", "communication"]
+    kind: KernelKind
     operator: int | None = None
     """Index of the event that launched it."""
     size_bytes: float | None = None
@@ -109,13 +115,12 @@ def recorded(
         return int(getattr(one, "linked_correlation_id", 0) or 0)
 
     host = [one for one in given if _kind_of_device(one) == "CPU" and not one.is_async]
+    exchanged = [one for one in given if one.is_async and one.name.startswith(_HOST_BACKENDS)]
     whole = _steps(host)[:steps] if steps is not None else []
     kept = typical(whole)
     if kept:
         starts = [begin for begin, _ in kept]
         host = [one for one in host if _is_within(one.time_range.start, starts, kept)]
-    exchanged = [one for one in given if one.is_async and one.name.startswith(_HOST_BACKENDS)]
-    if kept:
         exchanged = [one for one in exchanged if _is_within(one.time_range.start, starts, kept)]
     index = {id(one): number for number, one in enumerate(host)}
     by_correlation = {one.id: number for number, one in enumerate(host) if not _linked(one)}
@@ -181,16 +186,9 @@ def _kind_of_device(one: FunctionEvent) -> str:
 
 
 def _kernel(one: FunctionEvent, operator: int | None) -> Kernel:
-    name = one.name
-    kind: Literal["kernel", "copy", "set", "communication"] = "kernel"
-    if name.startswith(("Memcpy", "memcpy")):
-        kind = "copy"
-    elif name.startswith(("Memset", "memset")):
-        kind = "set"
-    elif name.startswith(_COMMUNICATION):
-        kind = "communication"
+    kind: KernelKind = next((kind for kind, starts in _KINDS if one.name.startswith(starts)), "kernel")
     return Kernel(
-        name=name,
+        name=one.name,
         begin=one.time_range.start / 1e6,
         end=one.time_range.end / 1e6,
         kind=kind,

@@ -8,13 +8,20 @@ to what is possible. Bytes count every argument and result once, as if nothing s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.profiling.operator_classes import PRODUCTS
-from flatout.profiling.profile import KernelRow, MatrixUnits, OperatorClass, OperatorRow, RooflineRow
+from flatout.profiling.profile import (
+    KernelRow,
+    MatrixUnits,
+    OperatorClass,
+    OperatorRow,
+    RooflineRow,
+    known_sum,
+    sizes_in,
+)
 from flatout.units import format_seconds
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8", "float64": "fp64"}
@@ -31,19 +38,6 @@ _UNIT_KERNELS = ("tensorop", "hmma", "wgmma", "gmma", "s16816", "s1688", "s884",
 _PLAIN_KERNELS = ("simt", "sgemm", "ffma")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Class:
-    operator_class: OperatorClass
-    dtype: str
-    seconds: float
-    flops: float | None
-    size_bytes: float | None
-    calls: float
-    flops_seconds: float
-    """Of the operators whose FLOPs are known; the others say nothing of a rate."""
-    bytes_seconds: float
-
-
 def roofline(
     operators: Sequence[OperatorRow], ceilings: Ceilings | None, *, device: str, tf32: bool = False
 ) -> tuple[RooflineRow, ...]:
@@ -51,7 +45,11 @@ def roofline(
     run as TF32?"""
     total = sum(row.seconds for row in operators) or 1.0
     known, reason = _known(ceilings, device)
-    rows = [_row(one, total, known, reason) for one in _classes(operators, tf32)]
+    classes: dict[tuple[OperatorClass, str], list[OperatorRow]] = {}
+    for one in operators:
+        dtype = _short(one.dtype, tf32) if one.operator_class in PRODUCTS else ""
+        classes.setdefault((one.operator_class, dtype), []).append(one)
+    rows = [_row(kind, dtype, of_class, total, known, reason) for (kind, dtype), of_class in classes.items()]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
@@ -63,65 +61,45 @@ def _known(ceilings: Ceilings | None, device: str) -> tuple[Ceilings | None, str
     return ceilings, ""
 
 
-def _classes(operators: Sequence[OperatorRow], tf32: bool) -> list[_Class]:
-    found: dict[tuple[OperatorClass, str], list[OperatorRow]] = {}
-    for row in operators:
-        dtype = _short(row.dtype, tf32) if row.operator_class in PRODUCTS else ""
-        found.setdefault((row.operator_class, dtype), []).append(row)
-    return [
-        _Class(
-            operator_class=kind,
-            dtype=dtype,
-            seconds=sum(row.seconds for row in rows),
-            flops=_sum([row.flops for row in rows]),
-            size_bytes=_sum([row.bytes for row in rows]),
-            calls=sum(row.calls for row in rows),
-            flops_seconds=sum(row.seconds for row in rows if row.flops),
-            bytes_seconds=sum(row.seconds for row in rows if row.bytes),
-        )
-        for (kind, dtype), rows in found.items()
-    ]
-
-
 def _short(dtype: str, tf32: bool) -> str:
     short = SHORT_DTYPES.get(dtype, dtype)
     return "tf32" if short == "fp32" and tf32 else short
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> RooflineRow:
-    attained = one.flops / one.flops_seconds if one.flops and one.flops_seconds else None
-    moved = one.size_bytes / one.bytes_seconds if one.size_bytes and one.bytes_seconds else None
+def _row(
+    kind: OperatorClass, dtype: str, rows: Sequence[OperatorRow], total: float, ceilings: Ceilings | None, reason: str
+) -> RooflineRow:
+    """Operators whose FLOPs, or bytes, are unknown say nothing of a rate."""
+    seconds, calls = sum(row.seconds for row in rows), sum(row.calls for row in rows)
+    flops, size = known_sum(*(row.flops for row in rows)), known_sum(*(row.bytes for row in rows))
+    attained = _rate(flops, sum(row.seconds for row in rows if row.flops))
+    moved = _rate(size, sum(row.seconds for row in rows if row.bytes))
     bound: Literal["compute", "memory"] | None = None
     name, ceiling, share = "", None, None
     if ceilings is not None:
-        compute = ceilings.gemm_flops_per_second.get(one.dtype) if one.flops else None
+        compute = ceilings.gemm_flops_per_second.get(dtype) if flops else None
         memory = ceilings.memory_copy_bytes_per_second or ceilings.memory_read_bytes_per_second
-        bound = _bound(one, compute, memory)
+        bound = _bound(flops, size, compute, memory)
         if bound == "compute" and compute is not None and attained is not None:
-            name, ceiling, share = f"{one.dtype} products", compute.value, attained / compute.value
+            name, ceiling, share = f"{dtype} products", compute.value, attained / compute.value
         elif bound == "memory" and memory is not None and moved is not None:
             name, ceiling, share = "memory copy", memory.value, moved / memory.value
-        elif one.flops and compute is None:
-            rate = f"the {one.dtype} rate" if one.dtype else "the rate"
+        elif flops and compute is None:
+            rate = f"the {dtype} rate" if dtype else "the rate"
             reason = f"unknown, because {rate} of this device was not measured"
         else:
             reason = "unknown, because neither FLOPs nor bytes of these operators were counted"
         if share is not None and share > 1:
             reason = ABOVE[bound or "compute"]
-        elif share is not None and share < _LOW_SHARE and one.calls and one.seconds / one.calls < _SHORT_CALL_SECONDS:
-            reason = f"calls of {format_seconds(one.seconds / one.calls)} are mostly the cost of a call"
+        elif share is not None and share < _LOW_SHARE and calls and seconds / calls < _SHORT_CALL_SECONDS:
+            reason = f"calls of {format_seconds(seconds / calls)} are mostly the cost of a call"
     return RooflineRow(
-        operator_class=one.operator_class,
-        dtype=one.dtype,
-        seconds=one.seconds,
-        share=one.seconds / total,
-        flops=one.flops,
-        bytes=one.size_bytes,
+        operator_class=kind,
+        dtype=dtype,
+        seconds=seconds,
+        share=seconds / total,
+        flops=flops,
+        bytes=size,
         attained_flops_per_second=attained,
         attained_bytes_per_second=moved,
         bound=bound,
@@ -129,16 +107,22 @@ def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> R
         ceiling=ceiling,
         share_of_ceiling=share,
         reason=reason,
-        calls=one.calls,
+        calls=calls,
     )
 
 
-def _bound(one: _Class, compute: Peak | None, memory: Peak | None) -> Literal["compute", "memory"] | None:
+def _rate(count: float | None, seconds: float) -> float | None:
+    return count / seconds if count and seconds else None
+
+
+def _bound(
+    flops: float | None, size: float | None, compute: Peak | None, memory: Peak | None
+) -> Literal["compute", "memory"] | None:
     """The ceiling under which the time would be longest."""
-    if one.flops and compute is None:
+    if flops and compute is None:
         return None
-    by_compute = one.flops / compute.value if one.flops and compute is not None else 0.0
-    by_memory = one.size_bytes / memory.value if one.size_bytes and memory is not None else 0.0
+    by_compute = flops / compute.value if flops and compute is not None else 0.0
+    by_memory = size / memory.value if size and memory is not None else 0.0
     if not by_compute and not by_memory:
         return None
     return "compute" if by_compute >= by_memory else "memory"
@@ -155,22 +139,17 @@ def matrix_units(
     if not products:
         return None
     total = sum(row.seconds for row in products)
-    if device.startswith("cuda"):
-        unit, dtypes = _gpu_unit(machine, device)
-        by_kernel = _kernel_verdicts(kernels)
-    else:
-        unit, dtypes = _cpu_unit(machine)
-        by_kernel = {}
+    on_gpu = device.startswith("cuda")
+    unit, dtypes = _gpu_unit(machine, device) if on_gpu else _cpu_unit(machine)
+    by_kernel = _kernel_verdicts(kernels) if on_gpu else {}
     if not unit:
-        return MatrixUnits(
-            unit="", product_seconds=total, seconds_on_units=None, share=None, reason="this device has no matrix units"
-        )
-    if tf32 and not device.startswith("cuda") and any(_short(row.dtype, False) == "fp32" for row in products):
+        return MatrixUnits(unit="", product_seconds=total, reason="this device has no matrix units")
+    if tf32 and not on_gpu and any(_short(row.dtype, False) == "fp32" for row in products):
         why = "set_float32_matmul_precision lets oneDNN compute fp32 products in bf16, and nothing says which it does"
-        return MatrixUnits(unit=unit, product_seconds=total, seconds_on_units=None, share=None, reason=why)
+        return MatrixUnits(unit=unit, product_seconds=total, reason=why)
     rest: dict[str, float] = {}
     for row in products:
-        why = by_kernel.get(row.name) or _why_not(row, unit, dtypes, tf32, on_gpu=device.startswith("cuda"))
+        why = by_kernel.get(row.name) or _why_not(row, unit, dtypes, tf32, on_gpu=on_gpu)
         if why and why != _ON_UNITS:
             rest[why] = rest.get(why, 0.0) + row.seconds
     on_units = total - sum(rest.values())
@@ -215,9 +194,8 @@ def _cpu_unit(machine: Machine) -> tuple[str, frozenset[str]]:
 
 
 def _gpu_unit(machine: Machine, device: str) -> tuple[str, frozenset[str]]:
-    number = int(device.partition(":")[2] or 0)
-    gpus = machine.usable_gpus
-    capability = gpus[number].compute_capability if number < len(gpus) else None
+    gpu = machine.gpu(device)
+    capability = gpu.compute_capability if gpu is not None else None
     if capability is None or capability < (7, 0):
         return "", frozenset()
     dtypes = {"fp16"} if capability < (8, 0) else {"fp16", "bf16", "tf32", "int8"}
@@ -235,5 +213,4 @@ def _why_not(row: OperatorRow, unit: str, dtypes: frozenset[str], tf32: bool, *,
 
 def _is_aligned(shapes: str) -> bool:
     """Of the last sizes of matrices; unknown shapes count as aligned."""
-    matrices = [part.strip(" []").split(", ") for part in shapes.split("]") if part.count(",")]
-    return all(int(size) % _ALIGNED == 0 for sizes in matrices for size in sizes[-2:] if size.isdigit())
+    return all(size % _ALIGNED == 0 for sizes in sizes_in(shapes) if len(sizes) > 1 for size in sizes[-2:])

@@ -48,12 +48,7 @@ def waits_in(recording: Recording) -> list[Wait]:
         idle = _idle_before(following, begins, ends) if following not in counted else 0.0
         counted.add(following)
         found.append(
-            Wait(
-                event=number,
-                seconds=event.seconds,
-                idle_seconds=idle,
-                copies_to_device=event.parent in copying,
-            )
+            Wait(event=number, seconds=event.seconds, idle_seconds=idle, copies_to_device=event.parent in copying)
         )
     return found
 

@@ -18,13 +18,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from flatout import environment
-from flatout.profiling.attribution import (
-    Attributed,
-    attribute,
-    lines_of,
-    modules_of,
-    replays_graphs,
-)
+from flatout.profiling.attribution import Attributed, attribute, lines_of, modules_of, replays_graphs
 from flatout.profiling.collectives import communication
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu

@@ -75,13 +75,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = (1, 4, 5)
     return [
-        ("  " + "  ".join(_cell(text, widths[place], place in right) for place, text in enumerate(row))).rstrip()
+        ("  " + "  ".join(f"{text:{'>' if at in right else '<'}{widths[at]}}" for at, text in enumerate(row))).rstrip()
         for row in rows
     ]
-
-
-def _cell(text: str, width: int, right: bool) -> str:
-    return f"{text:>{width}}" if right else f"{text:<{width}}"
 
 
 def _rate(per_second: float) -> str:
@@ -111,13 +107,10 @@ def claims_text(found: ClaimsResult) -> str:
 def _claim(claim: ClaimResult) -> list[str]:
     lines = [f"{claim.verdict:<20}  {claim.says}", f"{'':<20}  source: {'; '.join(claim.guides)}"]
     lines += [f"{'':<20}  {claim.reason}"] if claim.reason else []
-    return lines + [
-        f"  {_MARKS[claim.answer(case)]:<18}  {measured_text(claim, case)}  {_condition(case)}" for case in claim.cases
-    ]
-
-
-def _condition(case: Case) -> str:
-    return f"{case.condition} ({case.note})" if case.note else case.condition
+    for case in claim.cases:
+        note = f" ({case.note})" if case.note else ""
+        lines.append(f"  {_MARKS[claim.answer(case)]:<18}  {measured_text(claim, case)}  {case.condition}{note}")
+    return lines
 
 
 _MARKS = {"yes": "yes", "more": "yes, more", "no": "no", "undecided": "undecided"}

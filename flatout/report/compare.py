@@ -65,11 +65,6 @@ class DocumentComparison:
         }
 
 
-def compare_documents(a: Document, b: Document) -> DocumentComparison:
-    """b against a. UsageError if a measurement is missing, MachinesDiffer if the machines differ."""
-    return compare_sides([a], [b])
-
-
 def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentComparison:
     """Runs of b against runs of a. UsageError if a measurement is missing, MachinesDiffer if the machines differ."""
     named = [*_named(a, "first"), *_named(b, "second")]
@@ -95,8 +90,8 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
     caveats += _difference("the script", scripts)
     caveats += ["the script's arguments differ"] if len({_arguments(doc) for _, doc in named} - {None}) > 1 else []
     caveats += _batches([_samples(doc) for _, doc in named])
-    caveats += _difference("the device", [_device(doc) for _, doc in named])
-    caveats += _difference("torch", [_torch(one) for one in machines.values()])
+    caveats += _difference("the device", [_text(doc, "observed", "device") for _, doc in named])
+    caveats += _difference("torch", [_text(one, "versions", "torch") for one in machines.values()])
     caveats += _warnings({which: [*measured[which].warnings, *_ending(doc)] for which, doc in named})
     return DocumentComparison(
         name=script_name(b[-1]),
@@ -207,8 +202,7 @@ def _machine(doc: Document, which: str) -> Document:
 
 def script_name(doc: Document) -> str:
     """'' where the document names none."""
-    name = _part(doc, "script").get("name")
-    return printable(name) if isinstance(name, str) else ""
+    return _text(doc, "script", "name") or ""
 
 
 def _part(doc: Document, name: str) -> Document:
@@ -233,14 +227,10 @@ def _samples(doc: Document) -> float | None:
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) and found > 0 else None
 
 
-def _device(doc: Document) -> str | None:
-    device = _part(doc, "observed").get("device")
-    return printable(device) if isinstance(device, str) else None
-
-
-def _torch(machine: Document) -> str | None:
-    version = _part(machine, "versions").get("torch")
-    return printable(version) if isinstance(version, str) else None
+def _text(doc: Document, part: str, key: str) -> str | None:
+    """None where the document does not tell."""
+    found = _part(doc, part).get(key)
+    return printable(found) if isinstance(found, str) else None
 
 
 def _ending(doc: Document) -> list[str]:
@@ -256,10 +246,7 @@ def comparison_text(found: DocumentComparison) -> str:
     c = found.comparison
     reason = f" ({c.reason})" if c.reason else ""
     verdict = "undecided" if found.contended else c.verdict  # its interval may well exclude 1
-    lines = [
-        f"verdict    {verdict}{reason}",
-        f"ratio      x{c.ratio:.3f}, {_interval(c, found.unit)}",
-    ]
+    lines = [f"verdict    {verdict}{reason}", f"ratio      x{c.ratio:.3f}, {_interval(c, found.unit)}"]
     for label, runs in (("first", found.baseline), ("second", found.candidate)):
         lines += [f"{label if number == 0 else '':<10} {_measured_text(one)}" for number, one in enumerate(runs)]
     lines += [f"{'caveat' if i == 0 else '':<10} {caveat}" for i, caveat in enumerate(found.caveats)]

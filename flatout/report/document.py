@@ -14,15 +14,17 @@ from typing import Any, TypeAlias
 
 from flatout import __version__
 from flatout.errors import UsageError
-from flatout.whole_files import PRIVATE, written_whole
+from flatout.private_details import without_private
+from flatout.whole_files import PRIVATE, can_be_written, errors_named, written_whole
 
 Document: TypeAlias = Mapping[str, Any]
 """As it was read: JSON, whose parts may be of any type, so each reader checks its own."""
 SCHEMA = 1  # raised when a reader of the old documents would misread the new ones
 
 
-def document(kind: str, payload: Mapping[str, object]) -> dict[str, object]:
-    """The payload under a header that says what it is."""
+def document(kind: str, payload: Mapping[str, object], *, include_private: bool = True) -> dict[str, object]:
+    """The payload under a header that says what it is; without private details where they are not to be included."""
+    payload = payload if include_private else without_private(payload)
     assert "flatout" not in payload, "the header's key is taken"
     return {"flatout": {"document": kind, "schema": SCHEMA, "version": __version__}, **payload}
 
@@ -38,21 +40,14 @@ def write_document(path: Path, doc: Mapping[str, object]) -> None:
     """Whole or not at all: written beside, flushed to the disk, then renamed. For its owner alone to read: documents
     name lines of the user's code."""
     text = to_text(doc) + "\n"
-    try:
-        with written_whole(path, mode=PRIVATE) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror}", remedy="name another location, or free up space there"
-        ) from error
+    with errors_named(path, "name another location, or free up space there"), written_whole(path, mode=PRIVATE) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def report_place(path: str | os.PathLike[str]) -> Path:
-    """In full, as the script may change the folder. UsageError where no report can be written, before the script runs.
-    What is no file, such as /dev/null, is written to itself."""
+    """In full, as the script may change the folder. UsageError, before the script runs, where none can be written."""
     place = Path(path).absolute()
-    written = place if place.exists() and not place.is_file() and not place.is_dir() else place.parent
-    if place.is_dir() or not (written is place or written.is_dir()) or not os.access(written, os.W_OK):
+    if not can_be_written(place):
         raise UsageError(f"cannot write {place}", remedy="name a file in a folder that can be written")
     return place
 

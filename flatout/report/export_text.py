@@ -56,7 +56,8 @@ def _range(found: SizeRange) -> str:
 def _how(file: ExportedFile) -> str:
     batches = sorted({check.batch for check in file.checks if check.batch is not None})
     lengths = sorted({check.length for check in file.checks if check.length is not None})
-    sizes = [_sizes(name, found) for name, found in (("batch", batches), ("length", lengths)) if found]
+    both = (("batch", batches), ("length", lengths))
+    sizes = [f"{name} {', '.join(map(str, found))}" for name, found in both if found]
     if "length" not in file.dynamic:
         sizes = sizes[:1]
     fresh = sum(check.inputs != "example" for check in file.checks)
@@ -73,7 +74,3 @@ def _how(file: ExportedFile) -> str:
 
 def _kind(checks: tuple[ExportCheck, ...]) -> str:
     return "fresh" if any(check.inputs == "fresh" for check in checks) else "resampled"
-
-
-def _sizes(name: str, found: list[int]) -> str:
-    return f"{name} {', '.join(map(str, found))}"

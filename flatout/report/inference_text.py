@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.errors import UsageError
 from flatout.infer.generation.generated import Generation
 from flatout.infer.prediction.predicted import Figures
 from flatout.report.document import document
 from flatout.units import format_seconds
-from flatout.whole_files import written_whole
+from flatout.whole_files import errors_named, written_whole
 
 
 def generation_document(made: Generation) -> dict[str, object]:
@@ -36,11 +35,8 @@ def write_lines(path: Path, made: Generation) -> None:
         json.dumps({"prompt": index, "tokens": tokens, "text": text, "reason": reason}, ensure_ascii=False)
         for index, (tokens, text, reason) in enumerate(rows)
     ]
-    try:
-        with written_whole(path) as temporary:
-            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
+    with errors_named(path, "name a place you may write"), written_whole(path) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def predict_document(

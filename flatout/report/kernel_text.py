@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flatout.kernels.custom.result import KernelCheck, KernelProperty, KernelSpeed
-from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.statistics import Comparison
 from flatout.terminal import printable
@@ -17,7 +16,7 @@ _SHOWN = {"passed": "passed", "failed": "FAILED", "noted": "note", "skipped": "s
 
 def kernel_document(found: KernelCheck) -> dict[str, object]:
     """Seconds and bytes; what is not known is null."""
-    return document(KIND, without_private(found.to_json()))
+    return document(KIND, found.to_json(), include_private=False)
 
 
 def kernel_text(found: KernelCheck) -> str:
@@ -51,7 +50,8 @@ def _property(one: KernelProperty) -> list[str]:
 
 
 def _speed(speed: KernelSpeed) -> list[str]:
-    lines = [f"{speed.case}: {_time(speed.kernel)}"]
+    kernel = f"{format_seconds(speed.kernel.median_seconds)} ({len(speed.kernel.samples_seconds)} samples)"
+    lines = [f"{speed.case}: {kernel}"]
     lines.append(f"  {_against('the reference', speed.reference, speed.against_reference)}")
     if speed.compiled is not None and speed.against_compiled is not None:
         lines.append(f"  {_against('the compiled reference', speed.compiled, speed.against_compiled)}")
@@ -65,10 +65,6 @@ def _speed(speed: KernelSpeed) -> list[str]:
         least = f"{format_seconds(speed.ceiling_seconds)} for {moved}: {speed.ceiling_reason}"
         lines.append(f"  {share:.0%} of the ceiling ({least})")
     return lines + [f"  caution: {warning}" for warning in speed.kernel.warnings]
-
-
-def _time(one: Measurement) -> str:
-    return f"{format_seconds(one.median_seconds)} ({len(one.samples_seconds)} samples)"
 
 
 def _against(name: str, other: Measurement, found: Comparison) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from flatout.parallel.launching.events import (
     Stopping,
 )
 from flatout.parallel.launching.rank_count import RankCount
-from flatout.terminal import printable
+from flatout.terminal import discard, printable
 from flatout.units import counted, format_seconds
 
 PREFIX = "[flatout] "
@@ -53,10 +51,7 @@ def _say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        with contextlib.suppress(OSError):  # what is left in the buffer goes nowhere at exit
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stderr.fileno())
-            os.close(nowhere)
+        discard(sys.stderr)
 
 
 def event_text(event: Event) -> str:

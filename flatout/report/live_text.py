@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import datetime
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.live_ranks import LiveRanks
 from flatout.diagnose.run_energy import Energy, trained_on
 from flatout.diagnose.run_state import RunState
-from flatout.diagnose.seen_run import Condition
+from flatout.diagnose.seen_run import Condition, LiveRank, LiveRanks, Watched, late_seconds
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.device_rates import Devices
 from flatout.machine.nvidia_sensors import GpuReading
-from flatout.report.live_rank_text import rank_lines, rank_rows, ranks_parts
+from flatout.machine.processes import ProcessUse
 from flatout.report.step_text import PARTS, SMALLEST_SHARE_SHOWN, breakdown_text, percent, share_of_ceiling
 from flatout.terminal import printable
 from flatout.units import format_bytes, format_number, format_seconds
 
-LATE_STEPS, LATE_SECONDS = 10.0, 5.0
-"""A step is late after this many usual ones, and this long: then it is said when the last one ended."""
+MOST_ROWS = 16
+WATCH_LABEL = 10
+MOST_PROCESSES = 8
+"""Shown below a run."""
+LABEL_CELLS = 9
+PART_SHOWN_SHARE = 0.05
+WORDS = {"communication": "waits"}
+"""In a line that is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,42 +49,36 @@ class LiveView:
 
 
 def panel_lines(view: LiveView, columns: int, most: int = 3) -> list[str]:
-    """One to three lines of at most `columns` cells: progress and speed; where a step's time goes and the devices;
-    what was found, if anything was. Where several ranks train: how far they are, a line for each as far as there are
-    lines, what was found."""
+    """At most so many lines of at most `columns` cells: progress and speed; where a step's time goes and the devices;
+    what was found, if anything was; all of it in one line where there is room for only one. Where several ranks train:
+    how far they are, a line for each as far as there are lines, what was found."""
     state = view.state
     if view.ranks:
         first, *rest = ranks_parts(view.ranks)
-        head = _joined([f" flatout · {first}", *rest], columns)
+        together = _joined([f" flatout · {first}", *rest], columns)
         notice = _notice(state, columns)
         shown = rank_lines(view.ranks, most - 1 - len(notice))
-        return [head, *(fitted(f" {line}", columns) for line in shown), *notice][:most]
+        return [together, *(fitted(f" {line}", columns) for line in shown), *notice][:most]
     if not state.steps:
         return [fitted(" flatout · waiting for the first step", columns)]
-    lines = [_joined([f" flatout · step {state.steps:,}", *_speed(view), *_late(view)], columns)]
-    lines.append(_joined([*_short_parts(state), *_short_devices(view)], columns))
-    return [*lines, *_notice(state, columns)]
+    head = [f" flatout · step {state.steps:,}", *_speed(view), *_late(view)]
+    if most == 1:
+        memory = [format_bytes(state.resident_bytes)] if state.resident_bytes is not None else []
+        return [_joined([*head, *memory, *_notices(state)], columns)]
+    middle = _joined([*_short_parts(state), *_short_devices(view)], columns)
+    return [_joined(head, columns), middle, *_notice(state, columns)]
 
 
 def _notice(state: RunState, columns: int) -> list[str]:
-    notices = [*(finding.title for finding in state.findings), *state.notes]
+    notices = _notices(state)
     if not notices:
         return []
     more = f" (and {len(notices) - 1} more)" if len(notices) > 1 else ""
     return [fitted(f" ! {notices[0]}{more}", columns)]
 
 
-def panel_line(view: LiveView, columns: int) -> str:
-    """The same on a terminal with room for only one."""
-    state = view.state
-    notices = [finding.title for finding in state.findings]
-    lines = panel_lines(view, columns)
-    if len(lines) == 1 or view.ranks:
-        return lines[0]
-    parts = [f" flatout · step {state.steps:,}", *_speed(view), *_late(view)]
-    if state.resident_bytes is not None:
-        parts.append(format_bytes(state.resident_bytes))
-    return _joined([*parts, *notices, *state.notes], columns)
+def _notices(state: RunState) -> list[str]:
+    return [*(finding.title for finding in state.findings), *state.notes]
 
 
 def _speed(view: LiveView) -> list[str]:
@@ -107,12 +107,8 @@ def _epoch_text(state: RunState) -> str | None:
 
 def _late(view: LiveView) -> list[str]:
     """When the last step ended, where that is long ago."""
-    state = view.state
-    if state.last_step_clock is None or view.condition != "running":
-        return []
-    ago = view.clock_seconds - state.last_step_clock
-    usual = state.step_seconds or 0.0
-    return [f"last step {format_seconds(round(ago))} ago"] if ago > max(LATE_SECONDS, LATE_STEPS * usual) else []
+    ago = late_seconds(view.state, view.clock_seconds) if view.condition == "running" else None
+    return [] if ago is None else [f"last step {format_seconds(round(ago))} ago"]
 
 
 def _short_parts(state: RunState) -> list[str]:
@@ -237,7 +233,102 @@ def _device_rows(view: LiveView) -> list[tuple[str, str]]:
     gpus = view.devices.reading.gpus
     trains = trained_on(state, gpus)
     shown = (trains,) if trains is not None else gpus
-    return rows + [(f"GPU {gpu.index}", " · ".join([gpu.name, *_gpu_parts(gpu), *_gpu_unknown(gpu)])) for gpu in shown]
+    return rows + [_gpu_row(gpu) for gpu in shown]
+
+
+# ranks: those in trouble first where there is no room for all
+
+
+def ranks_parts(found: LiveRanks) -> list[str]:
+    """'2 ranks', 'step 1,234', ...: of all together."""
+    ranks = found.ranks
+    steps = [one.record.steps for one in ranks]
+    counted = f"step {max(steps):,}" if min(steps) == max(steps) else f"steps {min(steps):,} to {max(steps):,}"
+    parts = [f"{len(ranks)} rank{'s' * (len(ranks) > 1)}", counted]
+    if seconds := [one.record.recent_seconds for one in ranks if one.record.recent_seconds]:
+        parts.append(f"{format_seconds(max(seconds))} a step")
+    parts += [f"{count} {what}" for what, count in _troubles(ranks)]
+    balance = found.balance
+    if balance is not None and balance.step_seconds:
+        parts.append(f"communication exposed {percent(balance.exposed_seconds / balance.step_seconds)}")
+    return parts
+
+
+def _troubles(ranks: Sequence[LiveRank]) -> list[tuple[str, int]]:
+    gone = sum(one.condition == "killed" for one in ranks)
+    silent = sum(one.silent_seconds is not None for one in ranks)
+    return [(what, count) for what, count in (("gone", gone), ("silent", silent)) if count]
+
+
+def rank_lines(found: LiveRanks, most: int) -> list[str]:
+    """At most so many; where one is too few for all, the last says how many are not shown."""
+    if most < 1:
+        return []
+    ranks = list(found.ranks)
+    left = max(0, len(ranks) - most)
+    if left:
+        worst = sorted(ranks, key=_calm)[: most - 1]
+        left = len(ranks) - len(worst)
+        ranks = [one for one in ranks if one in worst]
+    wide = max((len(one.name) for one in ranks), default=0)
+    lines = [f"{one.name:<{wide}}  {' · '.join(_rank_parts(one))}" for one in ranks]
+    return [*lines, f"and {left} more"] if left else lines
+
+
+def rank_rows(found: LiveRanks) -> list[tuple[str, str]]:
+    """(label, text), for a page or `flatout watch`."""
+    if not found:
+        return []
+    rows = [("ranks", " · ".join(ranks_parts(found)))]
+    ranks = sorted(found.ranks, key=_calm)[:MOST_ROWS]
+    for one in (one for one in found.ranks if one in ranks):
+        short = len(one.name) <= LABEL_CELLS
+        rows.append(
+            (one.name if short else "", " · ".join(_rank_parts(one) if short else [one.name, *_rank_parts(one)]))
+        )
+    left = len(found.ranks) - len(ranks)
+    return [*rows, ("", f"and {left} more")] if left else rows
+
+
+def _calm(one: LiveRank) -> tuple[bool, bool, bool]:
+    """Sorts those in trouble first."""
+    return one.condition != "killed", one.silent_seconds is None, one.holds_up_seconds is None
+
+
+def _rank_parts(one: LiveRank) -> list[str]:
+    """What is wrong with it stands first: a line may be cut."""
+    record = one.record
+    seconds = record.recent_seconds or record.step_seconds
+    memory = record.peak_device_bytes if record.peak_device_bytes is not None else record.peak_resident_bytes
+    parts = _rank_troubles(one)
+    parts.append(f"step {record.steps:,}")
+    parts += [format_seconds(seconds)] if seconds else []
+    parts += [shares] if (shares := _rank_shares(one)) else []
+    return [*parts, format_bytes(memory)]
+
+
+def _rank_troubles(one: LiveRank) -> list[str]:
+    said = []
+    if one.condition == "killed":
+        said.append("GONE: its process died unexpectedly")
+    elif one.condition in ("ended", "stopped"):
+        said.append(one.condition)
+    if one.silent_seconds is not None:
+        said.append(f"SILENT: last step {format_seconds(round(one.silent_seconds))} ago")
+    if one.holds_up_seconds is not None:
+        said.append(f"the others wait {format_seconds(one.holds_up_seconds)} of each step for it")
+    if one.record.fault is not None:
+        said.append(one.record.fault)
+    return said
+
+
+def _rank_shares(one: LiveRank) -> str:
+    parts = {name: seconds for name, seconds in one.record.parts.items() if name != "evaluation"}
+    total = sum(parts.values())
+    if not total:
+        return ""
+    shown = [(name, parts.get(name, 0.0) / total) for name in PARTS]
+    return ", ".join(f"{WORDS.get(name, name)} {share:.0%}" for name, share in shown if share > PART_SHOWN_SHARE)
 
 
 # devices
@@ -250,7 +341,7 @@ def devices_rows(devices: Devices) -> list[tuple[str, str]]:
     if not reading.gpus:
         rows.append(("GPU", reading.no_gpu_because or "none"))
     for gpu in reading.gpus:
-        rows.append((f"GPU {gpu.index}", " · ".join([gpu.name, *_gpu_parts(gpu), *_gpu_unknown(gpu)])))
+        rows.append(_gpu_row(gpu))
         for one in gpu.processes or ():
             memory = format_bytes(one.memory_bytes) if one.memory_bytes is not None else "memory unknown"
             rows.append(("", f"process {one.pid} {one.name or '(of another user or container)'}: {memory}"))
@@ -299,7 +390,7 @@ def _gpu_parts(gpu: GpuReading) -> list[str]:
     return parts + ([f"held back by: {', '.join(gpu.throttled)}"] if gpu.throttled else [])
 
 
-def _gpu_unknown(gpu: GpuReading) -> list[str]:
+def _gpu_row(gpu: GpuReading) -> tuple[str, str]:
     shown = {
         "busy_share": "use",
         "clock_hz": "clock",
@@ -308,7 +399,8 @@ def _gpu_unknown(gpu: GpuReading) -> list[str]:
         "memory_used_bytes": "memory",
         "throttled": "throttling",
     }
-    return [f"{called} unknown: {gpu.unknown[name]}" for name, called in shown.items() if name in gpu.unknown]
+    unknown = [f"{called} unknown: {gpu.unknown[name]}" for name, called in shown.items() if name in gpu.unknown]
+    return f"GPU {gpu.index}", " · ".join([gpu.name, *_gpu_parts(gpu), *unknown])
 
 
 def _energy_text(energy: Energy) -> str:
@@ -323,12 +415,79 @@ def _energy_text(energy: Energy) -> str:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """As rows."""
     rows = []
     for finding in findings:
         rows.append(("finding", f"{finding.title} ({finding.evidence})"))
         rows.append(("", finding.remedy + (f": {finding.next_command}" if finding.next_command else "")))
     return rows
+
+
+# flatout watch
+
+
+def watched_text(found: Watched, columns: int | None = None) -> str:
+    """One run in full, or a line for each; then the devices. columns: lines are broken there; None: not at all."""
+    rows = _one_run(found) if found.single else _all_runs(found)
+    return "\n".join(line for label, text in rows for line in _broken(label, text, columns))
+
+
+def _one_run(found: Watched) -> list[tuple[str, str]]:
+    (seen,) = found.runs
+    view = LiveView(
+        state=seen.state,
+        condition=seen.condition,
+        clock_seconds=found.clock_seconds,
+        ceilings=found.ceilings,
+        devices=found.devices if seen.condition in ("running", "stopped") else None,
+        energy=found.energy if seen.condition == "running" else None,
+        ranks=found.ranks,
+    )
+    return [*live_rows(view), *_processes(found.processes), *finding_lines(seen.state.findings)]
+
+
+def _processes(processes: Sequence[ProcessUse]) -> list[tuple[str, str]]:
+    """Those below the run, the largest first."""
+    if not processes:
+        return []
+    order = sorted(processes, key=lambda one: one.resident_bytes, reverse=True)
+    rows = [
+        (
+            "processes",
+            f"{len(order)} below it" + (f"; the {MOST_PROCESSES} largest:" if len(order) > MOST_PROCESSES else ""),
+        )
+    ]
+    for one in order[:MOST_PROCESSES]:
+        cpu = format_seconds(one.cpu_seconds)
+        rows.append(
+            ("", f"process {one.pid} {one.name}: {format_bytes(one.resident_bytes)} resident, {cpu} of CPU time")
+        )
+    return rows
+
+
+def _all_runs(found: Watched) -> list[tuple[str, str]]:
+    rows = []
+    for seen in found.runs:
+        state = seen.state
+        view = LiveView(state=state, condition=seen.condition, clock_seconds=found.clock_seconds)
+        steps = f"step {state.steps:,}" if state.steps else "no step yet"
+        speed = f"{format_seconds(state.step_seconds)} a step" if state.step_seconds else ""
+        rows.append(("run", " · ".join(filter(None, (state.script, condition_text(view), steps, speed)))))
+    if found.runs_unknown_because is not None:
+        rows.append(("runs", f"unknown: {found.runs_unknown_because}"))
+    elif not rows:
+        rows.append(("runs", "none: flatout run is not running here, and no run has ended within the last hour"))
+    elif any(seen.condition in ("running", "stopped") for seen in found.runs):
+        rows.append(("", "to follow one: flatout watch PID"))
+    return [*rows, *devices_rows(found.devices)]
+
+
+def _broken(label: str, text: str, columns: int | None) -> Sequence[str]:
+    text = printable(text)
+    if columns is None:
+        return [f"{label:<{WATCH_LABEL}}{text}"]
+    width = max(20, columns - WATCH_LABEL - 1)
+    pieces = textwrap.wrap(text, width) or [""]
+    return [f"{label if place == 0 else '':<{WATCH_LABEL}}{piece}" for place, piece in enumerate(pieces)]
 
 
 # text

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.savings import Saving
-from flatout.memory.use import MemoryUse
-from flatout.private_details import without_private
+from flatout.memory.timeline import TensorUse
+from flatout.memory.use import LineUse, MemoryUse
 from flatout.report.document import document
 from flatout.script.memory_trial import MemoryWatched, ProcessMemory, RankMemory
 from flatout.terminal import printable
@@ -23,11 +23,7 @@ LINES_SHOWN, TENSORS_SHOWN = 5, 5
 def memory_document(watched: MemoryWatched, *, include_private: bool = False) -> dict[str, object]:
     """Bytes everywhere; a figure that is not known is null."""
     payload: dict[str, object] = {
-        "script": {
-            "name": watched.target.name,
-            "arguments": list(watched.target.arguments),
-            "status": watched.status,
-        },
+        "script": {"name": watched.target.name, "arguments": list(watched.target.arguments), "status": watched.status},
         **_process_fields(watched.memory),
         "notes": _notes(watched),
     }
@@ -36,7 +32,7 @@ def memory_document(watched: MemoryWatched, *, include_private: bool = False) ->
         payload["ranks"] = [
             {"name": one.name, "fault": one.fault or None, **_process_fields(one.memory)} for one in watched.ranks
         ]
-    return document(KIND, payload if include_private else without_private(payload))
+    return document(KIND, payload, include_private=include_private)
 
 
 def _process_fields(memory: ProcessMemory) -> dict[str, object]:
@@ -57,7 +53,6 @@ def _process_fields(memory: ProcessMemory) -> dict[str, object]:
 
 
 def memory_text(watched: MemoryWatched) -> str:
-    """One screen."""
     rows = [("script", f"{shlex.join(watched.target.command)} · {_steps(watched)}")]
     memory = watched.memory
     use = memory.use
@@ -65,8 +60,8 @@ def memory_text(watched: MemoryWatched) -> str:
     if use is not None:
         rows += _peak(use)
         rows += _timeline(use, memory.resident_bytes)
-        rows += labelled("lines", [_line_text(use, number) for number in range(min(LINES_SHOWN, len(use.lines)))])
-        rows += labelled("tensors", [_tensor_text(use, n) for n in range(min(TENSORS_SHOWN, len(use.tensors)))])
+        rows += labelled("lines", [_line_text(one) for one in use.lines[:LINES_SHOWN]])
+        rows += labelled("tensors", [_tensor_text(one) for one in use.tensors[:TENSORS_SHOWN]])
     process = f"{format_bytes(memory.peak_resident_bytes)} at most: the whole process, including Python and libraries"
     rows.append(("resident", process))
     if use is not None:
@@ -130,14 +125,12 @@ def _bars(values: Sequence[int], top: int) -> str:
     return "".join(BARS[min(len(BARS) - 1, len(BARS) * value // (top + 1))] for value in values)
 
 
-def _line_text(use: MemoryUse, number: int) -> str:
-    one = use.lines[number]
+def _line_text(one: LineUse) -> str:
     counted = f"{one.tensors} tensor{'s' if one.tensors > 1 else ''}"
     return f"{format_bytes(one.size_bytes):>9}  {one.line or 'unknown'}  {', '.join(one.categories)}, {counted}"
 
 
-def _tensor_text(use: MemoryUse, number: int) -> str:
-    one = use.tensors[number]
+def _tensor_text(one: TensorUse) -> str:
     shape = "×".join(str(size) for size in one.shape) or "scalar"
     where = " ".join(part for part in (one.module, one.line) if part) or one.operation
     return f"{format_bytes(one.size_bytes):>9}  {shape} {one.dtype}  {one.category}  {where}"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.model_facts import ModelFacts
-from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.report.machine_text import verdict
 from flatout.report.profile_text import finding_texts, rows_text
@@ -23,7 +22,7 @@ def model_document(name: str, model: ModelFacts, findings: Sequence[Finding]) ->
         "model": model.to_json(),
         "findings": [one.to_json() for one in findings],
     }
-    return document(KIND, without_private(found))
+    return document(KIND, found, include_private=False)
 
 
 def model_text(name: str, model: ModelFacts, findings: Sequence[Finding]) -> str:
@@ -34,10 +33,7 @@ def model_text(name: str, model: ModelFacts, findings: Sequence[Finding]) -> str
     buffers = "unknown, because a lazy layer's have no shape yet"
     if model.buffer_bytes is not None:
         buffers = format_bytes(model.buffer_bytes)
-    rows = [
-        ("model", f"{model.kind} ({name}) · {counted}"),
-        ("memory", f"parameters {dtypes} · buffers {buffers}"),
-    ]
+    rows = [("model", f"{model.kind} ({name}) · {counted}"), ("memory", f"parameters {dtypes} · buffers {buffers}")]
     for one in findings:
         rows += labelled(one.severity, finding_texts(one))
     if model.without_source:

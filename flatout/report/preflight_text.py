@@ -73,23 +73,11 @@ def _collective(timing: CollectiveTiming, fitted: Fit | None) -> str:
 
 
 def _slow_text(slow: Slow, ranks: Sequence[RankTiming]) -> str:
-    who = {
-        "rank": lambda: f"rank {slow.numbers[0]} ({_host(slow.numbers[0], ranks)})",
-        "machine": lambda: f"machine {slow.numbers[0]} ({_machine_host(slow.numbers[0], ranks)})",
-        "link": lambda: (
-            f"the link between rank {slow.numbers[0]} ({_host(slow.numbers[0], ranks)}) and"
-            f" rank {slow.numbers[1]} ({_host(slow.numbers[1], ranks)})"
-        ),
-    }[slow.kind]()
+    by = "machine" if slow.kind == "machine" else "rank"
+    hosts = {getattr(one, by): one.host for one in reversed(ranks)}
+    who = " and ".join(f"{by} {number} ({hosts[number]})" for number in slow.numbers)
+    who = f"the link between {who}" if slow.kind == "link" else who
     compared = f"{slow.ratio:.1f} times as long as the others: {format_seconds(slow.seconds)}"
     compared += f", theirs {format_seconds(slow.others_seconds)}"
     what = {"compute": "computes", "bandwidth": "sends large messages", "latency": "sends small messages"}[slow.what]
     return f"{who} {what} {compared}"
-
-
-def _host(rank: int, ranks: Sequence[RankTiming]) -> str:
-    return next(one.host for one in ranks if one.rank == rank)
-
-
-def _machine_host(machine: int, ranks: Sequence[RankTiming]) -> str:
-    return next(one.host for one in ranks if one.machine == machine)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.profile_summary import ScriptProfile
-from flatout.private_details import without_private
+from flatout.machine.description import Machine
 from flatout.profiling.operator_classes import PRODUCTS
 from flatout.profiling.profile import (
     GroupBy,
+    KernelRow,
     ModuleRow,
     OperatorRow,
     Profile,
@@ -23,6 +24,7 @@ from flatout.profiling.profile import (
 from flatout.report.document import document
 from flatout.report.rank_text import profiled_rank_rows, rank_fields
 from flatout.report.step_text import percent
+from flatout.script.profile_trial import ProfileWatched
 from flatout.terminal import printable
 from flatout.units import format_bytes, format_number, format_rate, format_seconds, labelled
 
@@ -45,15 +47,23 @@ PARTS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScriptProfile:
+    """What `flatout profile` found of a script."""
+
+    watched: ProfileWatched
+    profile: Profile | None
+    """With ceilings, as far as they are known."""
+    machine: Machine
+    findings: tuple[Finding, ...] | None = None
+    """None: no checks were made."""
+
+
 def profile_document(found: ScriptProfile, *, include_private: bool = False) -> dict[str, object]:
     """Seconds, bytes and FLOPs per step; what is unknown is null, and profile.reasons says why."""
     watched = found.watched
     payload: dict[str, object] = {
-        "script": {
-            "name": watched.target.name,
-            "arguments": list(watched.target.arguments),
-            "status": watched.status,
-        },
+        "script": {"name": watched.target.name, "arguments": list(watched.target.arguments), "status": watched.status},
         "steps": watched.steps,
         "step_kind": watched.step_kind,
         "profile": found.profile.to_json() if found.profile is not None else None,
@@ -63,7 +73,7 @@ def profile_document(found: ScriptProfile, *, include_private: bool = False) -> 
         "findings": [one.to_json() for one in found.findings] if found.findings is not None else None,
         "machine": found.machine.to_json(),
     }
-    return document(KIND, payload if include_private else without_private(payload))
+    return document(KIND, payload, include_private=include_private)
 
 
 def script_text(
@@ -169,7 +179,7 @@ def _rows(profile: Profile, by: GroupBy, sort: SortBy) -> list[tuple[str, str]]:
     rows += labelled("lines", _lines(profile))
     rows += labelled("modules", _modules(profile))
     rows += labelled("operators", _operators(profile, by, sort))
-    rows += labelled("kernels", [_kernel(profile, n) for n in range(min(KERNELS_SHOWN, len(profile.kernels)))])
+    rows += labelled("kernels", [_kernel(one) for one in profile.kernels[:KERNELS_SHOWN]])
     rows += labelled("ceilings", _ceilings(profile))
     rows += labelled("units", _units(profile))
     rows += labelled("idle", [f"{format_seconds(c.seconds)}: {c.cause}: {c.evidence}" for c in profile.idle_causes])
@@ -278,8 +288,7 @@ def _waits(profile: Profile) -> list[str]:
     ]
 
 
-def _kernel(profile: Profile, number: int) -> str:
-    row = profile.kernels[number]
+def _kernel(row: KernelRow) -> str:
     size = f", {format_rate(row.bytes / row.seconds, 'B/s')}" if row.bytes and row.seconds else ""
     calls = f"{format_number(row.calls)} x {row.name[:60]}"
     return f"{format_seconds(row.seconds):>8}  {calls} ({row.operator or row.kind}{size})"
@@ -300,12 +309,8 @@ def _ceiling(row: RooflineRow) -> str:
     rate = row.attained_flops_per_second if row.bound == "compute" else row.attained_bytes_per_second
     unit = "FLOP/s" if row.bound == "compute" else "B/s"
     reached = f"{format_rate(rate or 0.0, unit)} of {format_rate(row.ceiling or 0.0, unit)} ({row.ceiling_name})"
-    note = f"; {row.reason}" if row.reason else ""
-    return f"{percent(row.share):>6} of operators  {_class_name(row):<16}  {percent(share)}: {reached}{note}"
-
-
-def _class_name(row: RooflineRow) -> str:
-    return f"{row.operator_class} {row.dtype}".strip()
+    note, name = f"; {row.reason}" if row.reason else "", f"{row.operator_class} {row.dtype}".strip()
+    return f"{percent(row.share):>6} of operators  {name:<16}  {percent(share)}: {reached}{note}"
 
 
 def _units(profile: Profile) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from flatout.profiling.profile import Profile
 from flatout.report.step_text import percent
 from flatout.script.process_record import ProcessRecord, RankSpread, own_spread, process_names, step_spread
 from flatout.script.rank_balance import RankBalance, balance_unknown_because, rank_balance
-from flatout.script.rank_profiles import RankProfile
 from flatout.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from flatout.script.profile_trial import RankProfile
 
 COLUMNS = ("data", "forward", "backward", "optimizer")
 EXPOSED = "waits"
@@ -17,11 +20,7 @@ MOST_COLLECTIVES = 3
 TURNS_WORTH_SAYING = 0.02
 SPREAD_WORTH_A_LINE = 0.1
 """As a share of the fastest rank's step."""
-PART_TEXTS = {
-    "data": "waiting for data",
-    "transfer": "copies to the device",
-    "other": "the script's own Python",
-}
+PART_TEXTS = {"data": "waiting for data", "transfer": "copies to the device", "other": "the script's own Python"}
 
 
 def process_rows(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
@@ -37,8 +36,8 @@ def process_rows(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
     if balance is not None:
         return [*rows, *(("", text) for text in balance_texts(balance))]
     whole, outside = step_spread(processes), own_spread(processes)
-    rows += [("", text) for text in (_spread_text(whole, "a step", whole),) if text]
-    rows += [("", text) for text in (_spread_text(outside, "of a step outside backward", whole),) if text]
+    spreads = (_spread_text(whole, "a step", whole), _spread_text(outside, "of a step outside backward", whole))
+    rows += [("", text) for text in spreads if text]
     if unknown := balance_unknown_because(processes):
         rows.append(("", f"waits for other ranks: {unknown}"))
     return rows

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from flatout.diagnose.run_summary import RunSummary
-from flatout.private_details import without_private
 from flatout.report.document import document
+from flatout.report.live_text import finding_lines
 from flatout.report.rank_text import balance_fields, process_rows
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling, training_elsewhere
 from flatout.script.memory_death import MemoryDeath
@@ -23,7 +23,6 @@ LEAST_CORES_SHOWN = 0.05
 
 
 def run_text(summary: RunSummary, report_path: str | None) -> str:
-    """One screen."""
     record = summary.record
     seen = summary.observed
     parts = [summary.name, format_seconds(summary.wall_seconds), _steps(summary), counted_by(seen)]
@@ -45,9 +44,7 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     rows += [("", note) for note in summary.plan_notes]
     if summary.death is not None:
         rows += _death_rows(summary.death)
-    for finding in summary.findings:
-        rows.append(("finding", f"{finding.title} ({finding.evidence})"))
-        rows.append(("", finding.remedy + (f": {finding.next_command}" if finding.next_command else "")))
+    rows += finding_lines(summary.findings)
     if report_path is not None:
         rows.append(("report", report_path))
     return "\n".join(f"{label:<10}{printable(text)}" for label, text in rows)
@@ -201,4 +198,4 @@ def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[
             machine_fingerprint=machine.fingerprint if machine is not None else None,
             load=summary.load,
         ).to_json()
-    return document(KIND, payload if include_private else without_private(payload))
+    return document(KIND, payload, include_private=include_private)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flatout.machine.description import Machine
-from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.search.lines import BudgetOption, ratio_text, seconds_argument
@@ -35,7 +34,7 @@ def strategies_document(
     found: StrategiesFound, machine: Machine, *, include_private: bool = False
 ) -> dict[str, object]:
     payload = {"machine": machine.to_json(), **found.to_json()}
-    return document(KIND, payload if include_private else without_private(payload))
+    return document(KIND, payload, include_private=include_private)
 
 
 def _training(found: StrategiesFound) -> str:

@@ -7,25 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from flatout.private_details import without_private
+from flatout.report.devices_text import tuned_lines
 from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
-from flatout.report.tuned_devices_text import tuned_lines
 from flatout.script.entry import Target
-from flatout.search.lines import (
-    BudgetOption,
-    not_tried_lines,
-    ratio_text,
-    reach_lines,
-    seconds_argument,
-    trial_lines,
-)
+from flatout.search.lines import BudgetOption, not_tried_lines, ratio_text, reach_lines, seconds_argument, trial_lines
 from flatout.terminal import printable
 from flatout.timing import measurement
-from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
 from flatout.tuning.results import Proof, StepSubject, Tuned
 from flatout.tuning.whole_run import WholeRun
+from flatout.tuning.windows import FewSteps
 from flatout.units import counted, format_bytes, format_seconds, labelled
 
 KIND = "tune"
@@ -216,9 +209,7 @@ def tune_payload(
     }
     if result.final is not None:
         payload["measurement"] = measurement(
-            "planned step",
-            list(result.final.candidate_medians),
-            machine_fingerprint=result.machine.fingerprint,
+            "planned step", list(result.final.candidate_medians), machine_fingerprint=result.machine.fingerprint
         ).to_json()
     found = {name: _finite(value) for name, value in payload.items()}
     return found if include_private else without_private(found)

@@ -21,23 +21,16 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flatout.environment import variables
 from flatout.levers.observed import StepWork
 from flatout.levers.subject import Subject
 from flatout.machine.process_memory import page_fault_seconds
-from flatout.script.behaviour_seen import (
-    Behaviour,
-    CompileSeen,
-    GraphBreakSeen,
-    ParallelSeen,
-    SourceLine,
-    WorkersSeen,
-)
-from flatout.script.compile_seen import compile_was_asked_for
+from flatout.parameters import parameters_of
+from flatout.script.behaviour_seen import Behaviour, CompileSeen, GraphBreakSeen, ParallelSeen, WorkersSeen
 from flatout.script.describe import own_source_files
 from flatout.script.device_calls import device_name
 from flatout.script.forward_watch import ForwardWatch
@@ -47,13 +40,20 @@ from flatout.script.places import Places
 from flatout.script.seeds import UNSEEDED
 from flatout.script.tensor_calls import TensorCalls
 from flatout.script.update_watch import UpdateWatch
-from flatout.torch_private.compiler import compilations, compiled_versions, compiling_seconds, graph_breaks
+from flatout.torch_private.compiler import (
+    compilations,
+    compile_was_asked_for,
+    compiled_versions,
+    compiling_seconds,
+    graph_breaks,
+)
 from flatout.torch_private.dispatch import current_dispatch_mode, profiler_is_on, without_torch_function
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
     from torch.utils.data import DataLoader
+
+T = TypeVar("T")
 
 FEW_STEPS, USUAL_STEPS, MOST_STEPS = 16, 60, 2000
 USUAL_SECONDS, LONG_SECONDS, LONGEST_SECONDS = 5.0, 15.0, 40.0
@@ -85,7 +85,7 @@ class BehaviourWatch:
         self._sampler.waits = lambda: self._calls.waiting
         self._kept = KeptGraphs()
         self._stack = ExitStack()
-        self._subject: Subject | None = None
+        self._subject = Subject()
         self._thread = threading.get_ident()
         self._fault = ""
         self._began: float | None = None
@@ -108,7 +108,7 @@ class BehaviourWatch:
         self._followed_from = self._not_counted = 0.0
         self._was_frozen = False
         self._held: list[object] = []
-        self._schedulers: list[object] = []
+        self._schedulers: Sequence[object] = ()
         self._result: Behaviour | None = None
 
     def start(self, subject: Subject) -> None:
@@ -189,21 +189,20 @@ class BehaviourWatch:
 
     def _hold(self) -> None:
         """Keep models, optimizers and loaders until the result is made: a script may end, or drop them, before."""
-        subject = self._subject
-        if subject is not None:
-            self._held = [*subject.modules, *subject.optimizers, *subject.loaders]
+        self._held = [*self._subject.modules, *self._subject.optimizers, *self._subject.loaders]
 
     def _find_schedulers(self) -> None:
         """Those of this moment, held like models; nothing else of torch lists them."""
         from torch.optim.lr_scheduler import LRScheduler
 
-        self._schedulers = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+        self._schedulers = _alive(LRScheduler)
 
     # while it runs
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, call: Callable[[], object]) -> None:
         """Run something of ours: its errors end the watching, and its operations and time are not the script's."""
-        if self._fault or threading.get_ident() != self._thread:
+        mine = threading.get_ident() == self._thread
+        if self._fault or not (mine or self._forward.in_backward):  # on a GPU a pass runs in autograd's own threads
             return
         before, self._sampler.own = self._sampler.own, True
         self._calls.own = True
@@ -239,7 +238,7 @@ class BehaviourWatch:
             self._finish_work = follow_step(counts_flops=False, at_denormals=self._note_denormals)
 
     def _note_denormals(self, count: int) -> None:
-        place = self._places.here(2)
+        place = self._places.here()
         if place[1]:  # not so in a backward pass on another thread
             self._denormals[place] += count
 
@@ -250,22 +249,22 @@ class BehaviourWatch:
             self._guard(self._note_backward)
 
     def _note_backward(self) -> None:
-        for module in self._subject.modules if self._subject is not None else ():
+        for module in self._subject.modules:
             if getattr(module, "require_backward_grad_sync", None):
                 self._synchronised[id(module)] = self._synchronised.get(id(module), 0) + 1
 
     def _note_unused(self) -> None:
         """At the end of a step: which parameters have no gradient may differ from step to step."""
-        for module in self._subject.modules if self._subject is not None else ():
+        for module in self._subject.modules:
             if getattr(module, "find_unused_parameters", False):
                 unused = (id(one) for one in module.parameters() if one.requires_grad and one.grad is None)
                 self._without_gradient.setdefault(id(module), set()).update(unused)
 
     def _iterator(self, loader: DataLoader[object]) -> None:
-        if self._subject is None or loader not in self._subject.loaders:
+        if loader not in self._subject.loaders:
             return
         if loader.num_workers and not loader.persistent_workers:
-            self._starts.append((time.perf_counter(), self._steps, self._places.here(2)))
+            self._starts.append((time.perf_counter(), self._steps, self._places.here()))
             self._waiting = self._starts[-1][0], loader
             self._forward.training_began = None
 
@@ -284,14 +283,11 @@ class BehaviourWatch:
         import torch
 
         subject, update, forward = self._subject, self._update, self._forward
-        assert subject is not None
         device = device_name(subject)
-        optimizers = _all_optimizers()
-        parameters = [
-            one for optimizer in update.optimizers for group in optimizer.param_groups for one in group["params"]
-        ]
+        parameters = [one for optimizer in update.optimizers for one in parameters_of(optimizer)]
         devices, example = _devices(list(subject.modules))
         cuda = torch.cuda if device != "cpu" else None
+        accumulated, zeroed = update.accumulated_and_zeroed
         return Behaviour(
             steps=self._steps,
             seconds=self._seconds,
@@ -304,12 +300,12 @@ class BehaviourWatch:
             idle_schedulers=update.idle_schedulers(self._schedulers),
             optimizer_dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
             optimizer_lines=update.optimizer_lines,
-            outside_optimizer=update.gradients.outside_optimizer(optimizers),
+            outside_optimizer=update.gradients.outside_optimizer(_alive(torch.optim.Optimizer)),
             devices=devices,
             device_example=example,
-            accumulated_steps=update.accumulated_steps,
-            zeroed_steps=update.zeroed_steps,
-            zero_grad_line=self._line(update.zero_place),
+            accumulated_steps=accumulated,
+            zeroed_steps=zeroed,
+            zero_grad_line=self._places.line(update.zero_place) if update.zero_place is not None else None,
             zero_grad_fills=update.zero_fills,
             zero_grad_seconds=update.zero_seconds if device == "cpu" and update.zero_place is not None else None,
             unchanged_share=update.gradients.unchanged_share,
@@ -337,7 +333,7 @@ class BehaviourWatch:
             scaler=update.scaler,
             anomaly=update.anomaly,
             debug=self._debug,
-            seeded=_seeded(torch.initial_seed()),
+            seeded=torch.initial_seed() < LEAST_SEED and torch.initial_seed() != UNSEEDED,
             denormal_share=self._work.denormal_share if self._work is not None else None,
             denormal_slowdown=self._work.denormal_slowdown if self._work is not None else None,
             denormal_lines=tuple(self._places.line(place) for place, _ in self._denormals.most_common(DENORMAL_LINES)),
@@ -349,11 +345,8 @@ class BehaviourWatch:
             notes=(f"the watching ended early: {self._fault}",) if self._fault else (),
         )
 
-    def _line(self, place: tuple[str, int] | None) -> SourceLine | None:
-        return self._places.line(place) if place is not None else None
-
     def _device_allocations(self) -> int | None:
-        if self._allocations_before is None or self._subject is None:
+        if self._allocations_before is None:
             return None
         import torch
 
@@ -394,7 +387,7 @@ class BehaviourWatch:
         return tuple(found)
 
     def _workers_seen(self) -> WorkersSeen | None:
-        if len(self._starts) < 2 or not self._start_seconds or self._subject is None:
+        if len(self._starts) < 2 or not self._start_seconds:
             return None
         epochs = [after[0] - before[0] for before, after in zip(self._starts, self._starts[1:], strict=False)]
         return WorkersSeen(
@@ -430,15 +423,9 @@ def _debug_settings() -> Iterator[str]:
         yield "torch.cuda.set_sync_debug_mode"
 
 
-def _seeded(seed: int) -> bool:
-    return seed < LEAST_SEED and seed != UNSEEDED
-
-
-def _all_optimizers() -> list[Optimizer]:
-    """Also those that step rarely."""
-    from torch.optim import Optimizer
-
-    return [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+def _alive(kind: type[T]) -> list[T]:
+    """Every one that Python holds, such as optimizers that step rarely."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _devices(modules: list[nn.Module]) -> tuple[dict[str, int], str]:
@@ -466,11 +453,10 @@ def _scheduler_warned() -> bool:
     return False
 
 
-def _by_users_line(places: Places) -> dict[tuple[str, tuple[str, int]], int]:
-    counts: dict[tuple[str, tuple[str, int]], int] = {}
+def _by_users_line(places: Places) -> Counter[tuple[str, tuple[str, int]]]:
+    counts: Counter[tuple[str, tuple[str, int]]] = Counter()
     for reason, frames in graph_breaks():
         own = next(((file, line) for file, line in reversed(frames) if places.is_users(file)), None)
         if own is not None:
-            key = (reason.strip().splitlines()[0][:200] if reason.strip() else "", own)
-            counts[key] = counts.get(key, 0) + 1
+            counts[reason.strip().partition("\n")[0][:200], own] += 1
     return counts

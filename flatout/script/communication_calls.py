@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from flatout.levers.subject import Subject
-from flatout.script.compile_seen import compile_was_asked_for
-from flatout.script.patches import Patches
-from flatout.script.spans import Span, in_span
+from flatout.script.patches import Patches, around
+from flatout.script.spans import Span
+from flatout.torch_private.compiler import compile_was_asked_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,16 +90,14 @@ class CommunicationCalls:
             return self.on
         self._patches.undo()
         self._patches, self.on = Patches(), True
+        timed = around(lambda *_, **__: self._enter(KIND), lambda span, _: self._leave(span))
         for owner, name in calls:
-            self._patches.replace(owner, name, self._timed)
+            self._patches.replace(owner, name, timed)
         return True
 
     def uninstall(self) -> None:
         self.on = False
         self._patches.undo()
-
-    def _timed(self, original: Callable[..., object]) -> Callable[..., object]:
-        return in_span(original, lambda: self._enter(KIND), self._leave)
 
     def backward_begins(self, roots: Sequence[Tensor]) -> Callable[[], None]:
         """Time the end of a pass from these roots. Returns what to call when it has returned."""
@@ -117,7 +115,7 @@ class CommunicationCalls:
             queue_callback(gradients_are_there)
 
         with without_torch_function():  # the script's own modes must not see our operations
-            handle = next((one.register_hook(began) for one in roots if one.requires_grad), None)
+            handle = next((one.register_hook(began) for one in roots if getattr(one, "requires_grad", False)), None)
 
         def ended() -> None:
             if handle is not None:

@@ -6,11 +6,11 @@ import ast
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from flatout.data.fetch import strategy
+from flatout.data.fetch import obstacle_to_batching
 from flatout.levers.attention import attention_by_hand
 from flatout.levers.call_site import before_step
 from flatout.levers.chunked_loss import widest_output
@@ -22,6 +22,7 @@ from flatout.precision.denormals import flushed_here
 from flatout.precision.matmul import current_matmul_precision
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
+from flatout.signals import raised_by_handler
 from flatout.torch_private.attributes import COMPILED_CALL
 from flatout.tracebacks import is_users_file
 
@@ -31,39 +32,31 @@ if TYPE_CHECKING:
 
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script set the number by an environment variable, before torch was imported."""
-GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
+GRADIENTS_OF_GRADIENTS = (rb"create_graph", rb"autograd\.functional", rb"autograd import functional", rb"gradgradcheck")
 ORDERS = (
-    b"non_blocking", b"cuda.stream", b"Stream(", b"_stream", b"cuda import", b"CUDAGraph", b"cuda.graph",
-    b"graphed_callables", b"data_ptr", b"cuda_array_interface", b"dlpack", b"cupy", b"numba", b"ctypes",
-    b"cpp_extension", b"load_inline",
+    rb"non_blocking", rb"cuda\.stream", rb"Stream\(", rb"_stream", rb"cuda import", rb"CUDAGraph", rb"cuda\.graph",
+    rb"graphed_callables", rb"data_ptr", rb"cuda_array_interface", rb"dlpack", rb"cupy", rb"numba", rb"ctypes",
+    rb"cpp_extension", rb"load_inline",
 )  # fmt: skip
-GRADIENTS = re.compile(rb"\.grad\b|clip_grad|get_total_norm|'grad'|\"grad\"")
-OPTIMIZER_STATE = re.compile(rb"exp_avg|\.state\[|\.state\.(?:items|values|get)\b")
-GRAPHS = (b"CUDAGraph", b"cuda.graph", b"cuda import graph", b"graphed_callables")
+GRADIENTS = (rb"\.grad\b|clip_grad|get_total_norm|'grad'|\"grad\"",)
+OPTIMIZER_STATE = (rb"exp_avg|\.state\[|\.state\.(?:items|values|get)\b",)
+GRAPHS = (rb"CUDAGraph", rb"cuda\.graph", rb"cuda import graph", rb"graphed_callables")
 
 
 class WatchedLoop(Protocol):
     """What is known of a loop besides its handles."""
 
     subject: Subject
+    saw_autocast: bool
+    saw_scaler: bool
+    saw_create_graph: bool
+    gradients_zeroed: bool | None
 
     @property
     def step_kind(self) -> str | None: ...
 
     @property
-    def saw_autocast(self) -> bool: ...
-
-    @property
-    def saw_scaler(self) -> bool: ...
-
-    @property
     def saw_compile(self) -> bool: ...
-
-    @property
-    def saw_create_graph(self) -> bool: ...
-
-    @property
-    def gradients_zeroed(self) -> bool | None: ...
 
 
 def observe(
@@ -81,35 +74,39 @@ def observe(
     """
     import torch
 
+    from flatout.torch_private.dispatch import without_torch_function
+
     subject = watch.subject
-    return Observed(
-        device=device_name(subject),
-        step_kind=watch.step_kind or "unknown",
-        step_seconds=statistics.median(row.seconds for row in rows) if rows else None,
-        breakdown_seconds=breakdown(rows),
-        optimizers=tuple(see_optimizer(optimizer) for optimizer in subject.optimizers),
-        loaders=tuple(_see_loader(loader, lengths) for loader in subject.loaders) if loaders else (),
-        modules=tuple(_see_module(module) for module in subject.modules),
-        threads=torch.get_num_threads(),
-        threads_set_by_script=threads_at_start is not None and torch.get_num_threads() != threads_at_start,
-        autocast_in_script=watch.saw_autocast,
-        scaler_in_script=watch.saw_scaler,
-        compiled_in_script=watch.saw_compile,
-        matmul_precision=current_matmul_precision(),
-        flush_denormals=flushed_here(),
-        cudnn_benchmark=torch.backends.cudnn.benchmark,
-        names_device=names_device(getattr(sys.modules.get("__main__"), "__file__", None)),
-        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
-        differentiates_twice=_differentiates_twice(watch),
-        gradients_zeroed=watch.gradients_zeroed,
-        reads_gradients=_match_of(GRADIENTS),
-        reads_optimizer_state=_match_of(OPTIMIZER_STATE),
-        update_obstacle=_update_obstacle(watch),
-        captures_graphs=_mention_of(GRAPHS),
-        orders_device_work=_mention_of(ORDERS),
-        backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
-        page_faults_per_step=_page_faults(rows),
-    )
+    faults = [row.page_faults for row in rows if row.page_faults is not None]
+    with without_torch_function():  # the script's own modes must not see our operations
+        return Observed(
+            device=device_name(subject),
+            step_kind=watch.step_kind or "unknown",
+            step_seconds=statistics.median(row.seconds for row in rows) if rows else None,
+            breakdown_seconds=breakdown(rows),
+            optimizers=tuple(see_optimizer(optimizer) for optimizer in subject.optimizers),
+            loaders=tuple(_see_loader(loader, lengths) for loader in subject.loaders) if loaders else (),
+            modules=tuple(_see_module(module) for module in subject.modules),
+            threads=torch.get_num_threads(),
+            threads_set_by_script=threads_at_start is not None and torch.get_num_threads() != threads_at_start,
+            autocast_in_script=watch.saw_autocast,
+            scaler_in_script=watch.saw_scaler,
+            compiled_in_script=watch.saw_compile,
+            matmul_precision=current_matmul_precision(),
+            flush_denormals=flushed_here(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            names_device=names_device(getattr(sys.modules.get("__main__"), "__file__", None)),
+            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+            differentiates_twice=_differentiates_twice(watch),
+            gradients_zeroed=watch.gradients_zeroed,
+            reads_gradients=_mention_of(GRADIENTS),
+            reads_optimizer_state=_mention_of(OPTIMIZER_STATE),
+            update_obstacle=_update_obstacle(watch),
+            captures_graphs=_mention_of(GRAPHS),
+            orders_device_work=_mention_of(ORDERS),
+            backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
+            page_faults_per_step=float(statistics.median(faults)) if faults else None,
+        )
 
 
 def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
@@ -135,15 +132,11 @@ def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
     return parts
 
 
-def _page_faults(rows: Sequence[StepRow]) -> float | None:
-    """Median per step; None where they were not counted."""
-    faults = [row.page_faults for row in rows if row.page_faults is not None]
-    return float(statistics.median(faults)) if faults else None
-
-
 def _see_loader(loader: DataLoader[object], lengths: bool) -> LoaderSeen:
-    found = strategy(loader.dataset, loader.collate_fn) if loader.batch_sampler is not None else None
-    length = len(loader.dataset) if lengths and isinstance(loader.dataset, Sized) else None
+    obstacle = "the loader does no batching itself"
+    if loader.batch_sampler is not None:
+        obstacle = obstacle_to_batching(loader.dataset, loader.collate_fn)
+    length = _length(loader.dataset) if lengths else None
     return LoaderSeen(
         dataset=type(loader.dataset).__name__,
         samples=length,
@@ -151,10 +144,20 @@ def _see_loader(loader: DataLoader[object], lengths: bool) -> LoaderSeen:
         workers=loader.num_workers,
         pin_memory=bool(loader.pin_memory),
         persistent_workers=bool(loader.persistent_workers),
-        fetch=found.kind if found else "",
-        fetch_obstacle=found.obstacle if found else "the loader does no batching itself",
-        batches_per_epoch=len(loader) if length is not None else None,
+        fetch="" if obstacle else "batched",
+        fetch_obstacle=obstacle,
+        batches_per_epoch=_length(loader) if length is not None else None,
     )
+
+
+def _length(data: object) -> int | None:
+    """None where it is not known: data sets and samplers of a script may have no length, or raise anything."""
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+        return None
 
 
 def _see_module(module: nn.Module) -> ModuleSeen:
@@ -198,25 +201,16 @@ def _update_obstacle(watch: WatchedLoop) -> str:
     return pass_obstacle(site.optimizers, watch.subject)
 
 
-def _mention_of(words: Sequence[bytes]) -> str:
-    """'train.py mentions' one of these words; '' where no file of the script's does."""
-    return _found(lambda source: next((one for one in words if one in source), None))
-
-
-def _match_of(pattern: re.Pattern[bytes]) -> str:
-    """The same for a pattern."""
-    return _found(lambda source: found.group() if (found := pattern.search(source)) else None)
-
-
-def _found(look: Callable[[bytes], bytes | None]) -> str:
+def _mention_of(patterns: Sequence[bytes]) -> str:
+    """'train.py mentions' what the first of these finds; '' where none finds anything in a file of the script's."""
     for file in own_source_files():
         try:
             source = Path(file).read_bytes()
         except OSError:
             continue
-        word = look(source)
-        if word is not None:
-            return f"{Path(file).name} mentions {word.decode().split()[-1]}"
+        found = next((match for one in patterns if (match := re.search(one, source)) is not None), None)
+        if found is not None:
+            return f"{Path(file).name} mentions {found.group().decode().split()[-1]}"
     return ""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flatout.environment import deterministic_variables
 from flatout.errors import ScriptError, TrialError
@@ -64,12 +65,14 @@ def check_determinism(
         plain = _run(as_is, steps, deterministic=False)
         if plain.error is not None:
             raise ScriptError(f"the script fails by itself: {plain.error}", remedy=plain.note)
-        first = _run(setup, steps, deterministic=True)
-        if first.error is not None:
-            return _failed(first)
-        second = _run(setup, steps, deterministic=True)
-        if second.error is not None:
-            return _failed(second)
+        runs = []
+        for _ in range(2):
+            runs.append(run := _run(setup, steps, deterministic=True))
+            if run.error is not None:
+                return DeterminismCheck(
+                    equal=False, steps=run.steps, tensors=len(run.weights), differing=(), cost=None, error=run.error
+                )
+    first, second = runs
     if not first.weights:
         raise ScriptError(
             "no weights were found", limit="those of two runs are compared", remedy="check a script that trains"
@@ -88,8 +91,7 @@ def check_determinism(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
+class _Run(NamedTuple):
     """What one run showed."""
 
     steps: int
@@ -111,19 +113,8 @@ def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> _Run:
         except TrialHangs:
             waited = format_seconds(PATIENCE_SECONDS)
             raise TrialError(f"the script did not reach {steps} steps in {waited}") from None
-    return _Run(
-        steps=answer["steps"],
-        step_seconds=answer["step_seconds"],
-        weights=dict(answer["weights"]),
-        error=None if end is None else end.headline or None,
-        note="" if end is None else end.note,
-    )
-
-
-def _failed(run: _Run) -> DeterminismCheck:
-    return DeterminismCheck(
-        equal=False, steps=run.steps, tensors=len(run.weights), differing=(), cost=None, error=run.error
-    )
+    error, note = (None, "") if end is None else (end.headline or None, end.note)
+    return _Run(answer["steps"], answer["step_seconds"], dict(answer["weights"]), error, note)
 
 
 def _cost(plain: _Run, *runs: _Run) -> float | None:

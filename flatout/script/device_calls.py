@@ -15,11 +15,11 @@ from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device, device_index
 from flatout.parallel.whole_tensors import home_of
 from flatout.parameters import parameters_of
-from flatout.script.patches import Patches
-from flatout.script.spans import Span, in_span
-from flatout.tracebacks import leave_no_frame
+from flatout.script.patches import Patches, around
+from flatout.script.spans import Span
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 ASKING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
@@ -40,36 +40,26 @@ class DeviceCalls:
         if len(self._patches):
             self._patches.redo()
             return
+        asking = around(lambda *_, **__: self._enter("sync"), lambda span, _: self._leave(span))
         for name in ASKING:
-            self._patches.replace(torch.Tensor, name, lambda original: self._timed(original, "sync"))
+            self._patches.replace(torch.Tensor, name, asking)
         for name in MOVING:
-            self._patches.replace(torch.Tensor, name, self._moved)
+            self._patches.replace(torch.Tensor, name, around(self._moves, self._moved))
         if torch.cuda.is_available():
-            self._patches.replace(torch.cuda, "synchronize", lambda original: self._timed(original, "sync"))
+            self._patches.replace(torch.cuda, "synchronize", asking)
 
     def uninstall(self) -> None:
         self._patches.undo()
 
-    def _timed(self, original: Callable[..., object], kind: str) -> Callable[..., object]:
-        return in_span(original, lambda: self._enter(kind), self._leave)
+    def _moves(self, tensor: Tensor, *_: object, **__: object) -> tuple[Span, torch.device] | None:
+        span = self._enter("other")
+        return None if span is None else (span, tensor.device)
 
-    def _moved(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-            span = self._enter("other")
-            if span is None:
-                return original(tensor, *args, **kwargs)
-            try:
-                result = original(tensor, *args, **kwargs)
-                if result.device != tensor.device:
-                    span.kind = "sync" if result.device.type == "cpu" else "transfer"
-                return result
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
-            finally:
-                self._leave(span)
-
-        return call
+    def _moved(self, begun: tuple[Span, torch.device], result: Tensor | None) -> None:
+        span, device = begun
+        if result is not None and result.device != device:
+            span.kind = "sync" if result.device.type == "cpu" else "transfer"
+        self._leave(span)
 
 
 def device_name(subject: Subject) -> str:

@@ -45,7 +45,8 @@ def explain_failure(
     lines = [f"flatout: the script failed{where} under its plan ({names}). If the plan is the cause, run"]
     if len(ordered) > 1:
         lines.append(f"    {_command(options, first.field, target)}    (without {first.label})")
-    lines.append(f"    {_command({'--no-plan': ''} | _without_plan(options), '', target)}    (without the plan)")
+    kept = {name: value for name, value in options.items() if name not in ("--plan", "--without", "--trust-plan")}
+    lines.append(f"    {_command({'--no-plan': ''} | kept, '', target)}    (without the plan)")
     return "\n".join(lines)
 
 
@@ -81,7 +82,3 @@ def _command(options: Mapping[str, str], without: str, target: Sequence[str]) ->
     for name, value in given.items():
         words += [name, value] if value else [name]
     return shlex.join([*words, *target])
-
-
-def _without_plan(options: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in options.items() if name not in ("--plan", "--without", "--trust-plan")}

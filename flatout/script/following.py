@@ -31,7 +31,7 @@ from flatout.tracebacks import leave_no_frame
 
 WATCHED, COMMANDED = "watched.json", "ranks.json"
 """The settings of ranks whose time or memory is watched, and of ranks that take commands: see rank_answers and
-trial/rank_child, which a run does not import."""
+trial/commanded_rank, which a run does not import."""
 PLAN = "plan.json"
 """What those processes of a run train by."""
 
@@ -45,14 +45,9 @@ def follow_children(folder: Path) -> None:
 
     def forked() -> None:
         if os.getppid() == owner:  # a fork of a fork has inherited what the first one set up
-            _when_training_begins(folder)
+            follow_here(folder)
 
     os.register_at_fork(after_in_child=forked)
-
-
-def follow_here(folder: Path) -> None:
-    """Follow this process too, once it begins to train."""
-    _when_training_begins(folder)
 
 
 def plan_children(folder: Path, choices: Sequence[Choice], loop: str) -> None:
@@ -97,7 +92,9 @@ def _with_environments_of_their_own(hook: str, folder: str) -> None:
     Patches().replace(subprocess.Popen, "__init__", passing_on)
 
 
-def _when_training_begins(folder: Path) -> None:
+def follow_here(folder: Path) -> None:
+    """Follow this process too, once it begins to train."""
+
     def imported(torch: ModuleType) -> None:
         when_first_optimizer(lambda: _follow_into(folder))
 
@@ -112,27 +109,20 @@ def follow() -> None:
 
 
 def _follow_into(folder: Path) -> None:
-    """As a run or, where the folder says so, as part of a trial."""
+    """As a run or, where the folder says so, as part of a trial. No error in here reaches the script."""
     with own_imports():
         if (folder / WATCHED).exists():
-            from flatout.script.watched_rank import follow as watch
+            from flatout.script.watched_rank import WatchedRank
 
-            watch(folder)
+            WatchedRank(folder)
         elif (folder / COMMANDED).exists():
-            from flatout.script.trial.rank_child import follow as take_commands
+            from flatout.script.trial.commanded_rank import follow as take_commands
 
             take_commands(folder)
         else:
-            Followed(folder)
+            from flatout.script.record_file import RecordFile  # here: every run imports this module
 
-
-class Followed:
-    """The watch of this process, and its record. No error in here reaches the script."""
-
-    def __init__(self, folder: Path) -> None:
-        from flatout.script.record_file import RecordFile  # here: every run imports this module
-
-        self.runner = _planned_runner(folder)
-        record = RecordFile(folder, str(os.getpid()), self.runner)
-        self.runner.install()
-        call_at_end(record.end)
+            runner = _planned_runner(folder)
+            record = RecordFile(folder, str(os.getpid()), runner)
+            runner.install()
+            call_at_end(record.end)

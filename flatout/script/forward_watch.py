@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import Counter
@@ -12,11 +13,10 @@ from typing import TYPE_CHECKING
 from flatout.data.nested import tensors_in
 from flatout.parameters import own_part
 from flatout.script.behaviour_seen import ForwardSeen, MadeSeen, PaddingSeen
-from flatout.script.compile_seen import never_compiled
-from flatout.script.convolution_timing import ConvolutionTimer
+from flatout.script.layers_alone import ConvolutionTimer, RecurrentLayers
 from flatout.script.patches import Patches
 from flatout.script.places import Places
-from flatout.script.recurrent_gradients import RecurrentLayers
+from flatout.torch_private.compiler import never_compiled
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class _MadeAt:
 
 
 class ForwardWatch:
-    """Between `start` and `stop`. `guard` runs a function of ours such that none of its errors reach the script."""
+    """Between `start` and `stop`, in the thread in which it was made. `guard` runs a function of ours such that none of
+    its errors reach the script."""
 
     def __init__(self, places: Places, guard: Callable[[Callable[[], None]], None]) -> None:
         self._places, self._guard = places, guard
@@ -99,7 +100,7 @@ class ForwardWatch:
         self._made_at: dict[tuple[str, int], _MadeAt] = {}
         self._padding: dict[int, list[tuple[int, int, int, bool]]] = {}
         self._depth = 0
-        self._on = False
+        self._on, self._thread = False, threading.get_ident()
         self.in_backward = False
         self.convolutions, self.recurrent = ConvolutionTimer(), RecurrentLayers()
         self.recomputed_seconds = 0.0
@@ -122,6 +123,10 @@ class ForwardWatch:
         self._on = False
         self._patches.undo()
 
+    def _listens(self) -> bool:
+        """In a backward pass also to autograd's threads, which recompute what was checkpointed."""
+        return self._on and (self.in_backward or threading.get_ident() == self._thread)
+
     def interrupted(self) -> None:
         """A backward pass or an optimizer step: calls before it and after it are not in a row."""
         self._run.clear()
@@ -141,7 +146,7 @@ class ForwardWatch:
         # Layers are seen here and not by hooks of theirs, which a copy of the model, or a file that it is saved to,
         # would hold with all that they lead to.
         def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
-            if compiling() or not watch._on:
+            if compiling() or not watch._listens():
                 return original(self, *args, **kwargs)
             if watch._depth:
                 if isinstance(self, followed) or id(self) in watch._new:
@@ -169,7 +174,7 @@ class ForwardWatch:
     ) -> object:
         from torch import is_grad_enabled
 
-        place = self._places.here(3)
+        place = self._places.here()
         if not self.in_backward:
             self._guard(lambda: self._before(module, args, kwargs))
             self.evaluating = not is_grad_enabled()
@@ -192,8 +197,8 @@ class ForwardWatch:
 
         def __init__(self: nn.Module, *args: object, **kwargs: object) -> None:
             original(self, *args, **kwargs)
-            if watch._depth and watch._on and not watch.in_backward and len(watch._made) < 256:
-                made = _Made(weakref.ref(self), type(self).__name__, watch._places.here(2))
+            if watch._depth and not watch.in_backward and watch._listens() and len(watch._made) < 256:
+                made = _Made(weakref.ref(self), type(self).__name__, watch._places.here())
                 watch._made.append(made)
                 watch._new[id(self)] = made
 
@@ -258,7 +263,7 @@ class ForwardWatch:
             calls = self._calls[key] = _Calls(type(module).__name__, id(module), place, module.training, grad)
             self._layers.setdefault(id(module), mode_layers(module))
             calls.weights = any(True for _ in module.parameters())
-            calls.recalibrates = self._places.passes_through(AVERAGED_STATISTICS, 4)
+            calls.recalibrates = self._places.passes_through(AVERAGED_STATISTICS)
         calls.calls += 1
         calls.seconds += seconds
         self._run[key] += 1

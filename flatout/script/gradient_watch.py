@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flatout.parameters import own_part
@@ -37,17 +37,25 @@ class _Sample:
     """Where the gradient is not zero."""
 
 
+@dataclass
+class _Followed:
+    """A module, and step by step the sizes of its gradients."""
+
+    module: weakref.ref[nn.Module]
+    weights: list[tuple[str, nn.Parameter]]
+    vectors: list[nn.Parameter]
+    rms: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    largest_vectors: list[float] = field(default_factory=list)
+    nonfinite_steps: int = 0
+    first_nonfinite: str = ""
+
+
 class GradientWatch:
     """`measure` before steps of an optimizer, `compare` after them."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._norms: dict[int, list[list[float]]] = {}
-        self._total_norms: dict[int, list[float]] = {}
-        self._vectors: dict[int, list[nn.Parameter]] = {}
-        self._largest_vectors: dict[int, list[float]] = {}
-        self._nonfinite: dict[int, tuple[int, str]] = {}
+        self._followed: dict[int, _Followed] = {}
         self._samples: list[_Sample] = []
         self._unchanged = self._changed = 0
         self._reached: dict[int, tuple[weakref.ref[nn.Parameter], Tensor]] = {}
@@ -82,20 +90,22 @@ class GradientWatch:
                 self._samples.append(_Sample(one, _part(one).clone(), _part(gradient) != 0))
 
     def _measure_module(self, module: nn.Module, held: set[int]) -> None:
-        identity = id(module)
-        if identity not in self._layers:
+        followed = self._followed.get(id(module))
+        if followed is None or followed.module() is not module:
             weights = [(name, one) for name, one in module.named_parameters() if one.ndim >= 2]
-            self._layers[identity] = weights[:: max(1, -(-len(weights) // MOST_LAYERS))]
             vectors = [one for one in module.parameters() if one.ndim == 1]
-            self._vectors[identity] = vectors[-MOST_VECTORS:]  # the last ones are those next to the loss
-            self._modules[identity] = weakref.ref(module)
-        if not any(id(one) in held for _, one in self._layers[identity]):
+            followed = self._followed[id(module)] = _Followed(
+                weakref.ref(module),
+                weights[:: max(1, -(-len(weights) // MOST_LAYERS))],
+                vectors[-MOST_VECTORS:],  # the last ones are those next to the loss
+            )
+        if not any(id(one) in held for _, one in followed.weights):
             return
-        gradients = [_values(one.grad) for _, one in self._layers[identity]]
+        gradients = [_values(one.grad) for _, one in followed.weights]
         if all(gradient is None for gradient in gradients):
             return  # that is no gradient of 0
         rms, squares, worst = [], 0.0, ""
-        for (name, one), gradient in zip(self._layers[identity], gradients, strict=True):
+        for (name, one), gradient in zip(followed.weights, gradients, strict=True):
             if gradient is None:
                 rms.append(0.0)
                 continue
@@ -104,15 +114,13 @@ class GradientWatch:
             worst = worst or ("" if finite else name)
             rms.append(norm / max(1, own_part(one).numel()) ** 0.5 if finite else 0.0)
             squares += norm * norm if finite else 0.0
-        if worst:
-            steps, first = self._nonfinite.get(identity, (0, worst))
-            self._nonfinite[identity] = (steps + 1, first)
-        self._norms.setdefault(identity, []).append(rms)
-        self._total_norms.setdefault(identity, []).append(squares**0.5)
-        of_vectors = [_values(one.grad) for one in self._vectors[identity]]
+        followed.nonfinite_steps += bool(worst)
+        followed.first_nonfinite = followed.first_nonfinite or worst
+        followed.rms.append(rms)
+        followed.norms.append(squares**0.5)
+        of_vectors = [_values(one.grad) for one in followed.vectors]
         sizes = [float(one.norm()) / max(1, one.numel()) ** 0.5 for one in of_vectors if one is not None]
-        largest = max((one for one in sizes if one < math.inf), default=0.0)
-        self._largest_vectors.setdefault(identity, []).append(largest)
+        followed.largest_vectors.append(max((one for one in sizes if one < math.inf), default=0.0))
 
     def compare(self) -> None:
         """After an optimizer's step: at the next one, or at the end of the training step.
@@ -130,27 +138,22 @@ class GradientWatch:
     # what was found
 
     def gradients(self) -> tuple[GradientsSeen, ...]:
-        found = []
-        for identity, rows in self._norms.items():
-            module = self._modules[identity]()
-            if module is None:
-                continue
-            steps, first = self._nonfinite.get(identity, (0, ""))
-            found.append(
-                GradientsSeen(
-                    module=type(module).__name__,
-                    layers=tuple(
-                        LayerGradients(name=name, depth=index, rms=tuple(row[index] for row in rows))
-                        for index, (name, _) in enumerate(self._layers[identity])
-                    ),
-                    norms=tuple(self._total_norms[identity]),
-                    largest_vectors=tuple(self._largest_vectors[identity]),
-                    weight_norm=_norm([one for _, one in self._layers[identity]]),
-                    nonfinite_steps=steps,
-                    first_nonfinite=first,
-                )
+        return tuple(
+            GradientsSeen(
+                module=type(module).__name__,
+                layers=tuple(
+                    LayerGradients(name=name, depth=index, rms=tuple(row[index] for row in one.rms))
+                    for index, (name, _) in enumerate(one.weights)
+                ),
+                norms=tuple(one.norms),
+                largest_vectors=tuple(one.largest_vectors),
+                weight_norm=_norm([weight for _, weight in one.weights]),
+                nonfinite_steps=one.nonfinite_steps,
+                first_nonfinite=one.first_nonfinite,
             )
-        return tuple(found)
+            for one in self._followed.values()
+            if one.rms and (module := one.module()) is not None
+        )
 
     def outside_optimizer(self, optimizers: Iterable[Optimizer]) -> ParametersSeen | None:
         """Parameters with a gradient that a loss reaches, no optimizer holds and nothing has changed since then.
@@ -167,9 +170,11 @@ class GradientWatch:
         ]
         if not left:
             return None
-        known = [(module, names_in(module)) for one in self._modules.values() if (module := one()) is not None]
+        known = [(module, names_in(module)) for one in self._followed.values() if (module := one.module()) is not None]
         module = next((module for module, names in known if any(id(one) in names for one in left)), None)
         names = {identity: name for _, own in known for identity, name in own.items()}
+        order = {identity: place for place, identity in enumerate(names)}
+        left.sort(key=lambda one: order.get(id(one), len(order)))
         return ParametersSeen(
             names=tuple(names.get(id(one)) or f"one of shape {list(one.shape)}" for one in left[:MOST_NAMES]),
             count=sum(one.numel() for one in left),
@@ -207,14 +212,11 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, value in vars(owner).items():
             if name in ("_modules", "_parameters", "_buffers"):
                 continue
-            items = value.items() if isinstance(value, dict) else enumerate(value if _is_list(value) else ())
+            listed = value if isinstance(value, list | tuple) else ()
+            items = value.items() if isinstance(value, dict) else enumerate(listed)
             for key, one in items:
                 if isinstance(one, nn.Module):
                     yield f"{prefix + '.' if prefix else ''}{name}[{key!r}].", one
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -41,8 +41,6 @@ class KeptGraphs:
         return len(self._marks) >= EXAMINED_STEPS
 
     def step_ended(self) -> None:
-        if self.done:
-            return
         self._marks.append(newest_number())
         tensors = live_tensors()
         sizes: dict[int, int] = {}

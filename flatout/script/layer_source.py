@@ -1,6 +1,6 @@
 """Which layer of torch.nn a class of the script computes by itself, from the syntax tree of its forward.
 
-    layer_of_torch(class_definition, forward)    # 'LayerNorm'; '' where none is recognised
+    layer_of_torch(class_definition)    # 'LayerNorm'; '' where none is recognised
 
 Only what torch's layer computes too is named, so anything else that a forward does leaves it without a name.
 """
@@ -25,10 +25,10 @@ _BATCH_NORMS: dict[tuple[int, ...], str] = {
 """By the dimensions over which they take means."""
 
 
-def layer_of_torch(kind: ast.ClassDef, forward: ast.FunctionDef) -> str:
-    """The layer of torch.nn that this forward computes; '' where none is recognised."""
-    bases = {last_part(one) for one in kind.bases}
-    if "Module" not in bases:
+def layer_of_torch(kind: ast.ClassDef) -> str:
+    """The layer of torch.nn that the forward of this class computes; '' where none is recognised."""
+    forward = next((one for one in kind.body if isinstance(one, ast.FunctionDef) and one.name == "forward"), None)
+    if forward is None or "Module" not in {last_part(one) for one in kind.bases}:
         return ""
     attributes = {node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)}
     names = attributes | {node.id for node in ast.walk(forward) if isinstance(node, ast.Name)}
@@ -56,7 +56,8 @@ def _norm_of_torch(forward: ast.FunctionDef, attributes: set[str], numbers: Abst
     """Of a forward with weights. Over which dimensions it takes means says which norm it is."""
     squares = "square" in attributes or "pow" in attributes or 2 in numbers
     roots = bool(attributes & {"sqrt", "rsqrt"}) or 0.5 in numbers or -0.5 in numbers
-    centred = bool(attributes & {"mean", "var_mean", "std_mean"}) and _subtracts(forward)
+    subtracts = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) for node in ast.walk(forward))
+    centred = bool(attributes & {"mean", "var_mean", "std_mean"}) and subtracts
     deviates = bool(attributes & {"var", "std", "var_mean", "std_mean"})
     scaled = deviates or ("mean" in attributes and squares and roots)
     dimensions = _averaged_over(forward)
@@ -101,10 +102,6 @@ def _cell_of_torch(forward: ast.FunctionDef, submodules: set[str]) -> str:
     if sigmoids == 3 and tanhs == 2:
         return "LSTM"
     return "GRU" if sigmoids == 2 and tanhs == 1 else ""
-
-
-def _subtracts(forward: ast.FunctionDef) -> bool:
-    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) for node in ast.walk(forward))
 
 
 def _returned(forward: ast.FunctionDef) -> ast.expr | None:

@@ -82,7 +82,7 @@ def find_leftovers(cache: Path | None = None, temporary: Sequence[Path] | None =
             found.append(Leftover(path=str(path), what=KEPT[name], size_bytes=_size(path)))
         elif name.startswith(BEGUN) and _is_ours(path) and not path.is_dir():
             found.append(Leftover(path=str(path), what="a file that was not finished", size_bytes=_size(path)))
-    for parent in _temporary() if temporary is None else temporary:
+    for parent in sorted({Path("/var/tmp"), Path(tempfile.gettempdir())}) if temporary is None else temporary:
         for path in leftover_folders(parent):
             what = "a tune that was killed"
             found.append(Leftover(path=str(path), what=what, size_bytes=_size(path), is_trial=True))
@@ -113,10 +113,6 @@ def remove_leftovers(found: Sequence[Leftover]) -> Cleaned:
         with contextlib.suppress(OSError):  # only where nothing else is in it
             os.rmdir(environment.cache_dir())
     return Cleaned(removed=tuple(removed), failed=tuple(failed))
-
-
-def _temporary() -> list[Path]:
-    return sorted({Path("/var/tmp"), Path(tempfile.gettempdir())})
 
 
 def _names(folder: Path) -> list[str]:

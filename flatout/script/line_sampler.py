@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 
 from flatout.script.behaviour_seen import Activity, LineTime
@@ -51,22 +50,15 @@ _ORDER: tuple[Activity, ...] = ("plotting", "logging", "disk", "optimizer", "bac
 """The first of these among the frames below the script's line says what the line was doing."""
 
 
-@dataclass
-class _Sums:
-    seconds: float = 0.0
-    samples: int = 0
-    seconds_since_step: float = 0.0
-    samples_since_step: int = 0
-    """Of these, those since the last step ended."""
-
-
 class LineSampler:
-    """Samples one thread from `start` to `stop`. `ours()`: is Flatout's own code running there? Then a sample is
-    dropped."""
+    """Samples one thread from `start` to `stop`."""
 
     def __init__(self, places: Places, thread: int) -> None:
         self._places, self._watched = places, thread
-        self._sums: dict[tuple[str, int, Activity], _Sums] = {}
+        self._sums: dict[tuple[str, int, Activity], tuple[float, int]] = {}
+        """(seconds, samples)."""
+        self._at_step = dict(self._sums)
+        """The same at the end of the last step."""
         self._tags: dict[str, str] = {}
         self._over = threading.Event()
         self._sampler: threading.Thread | None = None
@@ -97,30 +89,25 @@ class LineSampler:
             sys.setswitchinterval(self._switch_seconds)
 
     def step_ended(self) -> None:
-        for one in list(self._sums.values()):
-            one.seconds_since_step, one.samples_since_step = 0.0, 0
+        self._at_step = dict(self._sums)
 
     def drop_since_step(self) -> None:
         """Forget what came after the last step: of a script that has ended, it is no part of any."""
-        for one in self._sums.values():
-            one.seconds -= one.seconds_since_step
-            one.samples -= one.samples_since_step
-        self.step_ended()
+        self._sums = dict(self._at_step)
 
     def times(self, steps: int) -> tuple[LineTime, ...]:
         """The lines with the most time. steps: training steps in the window."""
-        total = sum(one.samples for one in self._sums.values())
-        seen = [item for item in self._sums.items() if item[1].samples]
-        ordered = sorted(seen, key=lambda item: -item[1].seconds)[:MOST_LINES]
+        total = sum(samples for _, samples in self._sums.values())
+        ordered = sorted(self._sums.items(), key=lambda item: -item[1][0])[:MOST_LINES]
         return tuple(
             LineTime(
                 line=self._places.line((file, number)),
                 activity=activity,
-                seconds=one.seconds / max(1, steps),
-                samples=one.samples,
-                low_share=lowest_share(one.samples, total),
+                seconds=seconds / max(1, steps),
+                samples=samples,
+                low_share=lowest_share(samples, total),
             )
-            for (file, number, activity), one in ordered
+            for (file, number, activity), (seconds, samples) in ordered
         )
 
     def _run(self) -> None:
@@ -158,11 +145,8 @@ class LineSampler:
             activity = "model"
         elif activity in ("script", "logging", "plotting", "disk") and self.waits():
             activity = "torch"
-        sums = self._sums.setdefault((*place, activity), _Sums())
-        sums.seconds += seconds
-        sums.samples += 1
-        sums.seconds_since_step += seconds
-        sums.samples_since_step += 1
+        before, samples = self._sums.get((*place, activity), (0.0, 0))
+        self._sums[*place, activity] = before + seconds, samples + 1
 
     def _tag(self, file: str) -> str:
         known = self._tags.get(file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,16 +15,8 @@ if TYPE_CHECKING:
 
 MOST_NODES = 20_000
 MEANS = (
-    "MeanBackward",
-    "NllLoss",
-    "MseLoss",
-    "CrossEntropy",
-    "BinaryCrossEntropy",
-    "SmoothL1",
-    "L1Loss",
-    "KlDiv",
-    "Huber",
-)
+    "MeanBackward", "NllLoss", "MseLoss", "CrossEntropy", "BinaryCrossEntropy", "SmoothL1", "L1Loss", "KlDiv", "Huber",
+)  # fmt: skip
 REDUCTIONS = {1: "mean", 2: "sum"}
 """As the nodes of losses number them."""
 RESHAPES = (
@@ -96,21 +90,18 @@ def _comes_from_softmax(node: Node) -> bool:
 
 def _nodes(root: Tensor) -> list[Node] | None:
     """All nodes of its graph; None where there are too many."""
-    seen: set[Node] = set()
-    order: list[Node] = []
-    for node in _followed(root, seen):
-        order.append(node)
-        if len(order) > MOST_NODES:
-            return None
-    return order
+    found = list(itertools.islice(graph_nodes(root), MOST_NODES + 1))
+    return found if len(found) <= MOST_NODES else None
 
 
-def _followed(root: Tensor, seen: set[Node]) -> Iterator[Node]:
-    todo: list[Node | None] = [root.grad_fn]
+def graph_nodes(*roots: Tensor) -> Iterator[Node]:
+    """The nodes that a backward pass from these passes, nearest first."""
+    todo = deque(node for root in roots if (node := getattr(root, "grad_fn", None)) is not None)
+    seen = set(todo)
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+        node = todo.popleft()
         yield node
-        todo += [after for after, _ in node.next_functions]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)

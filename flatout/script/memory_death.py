@@ -20,7 +20,7 @@ from flatout.machine.process_memory import resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.parameters import parameters_of
 from flatout.tracebacks import is_users_file
-from flatout.units import format_bytes
+from flatout.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
@@ -29,8 +29,7 @@ MOST_HOLDERS = 8
 DEEPEST = 4
 WORTH_SAYING = 0.1
 """Share of what is held: less would not have helped."""
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+_REQUEST = re.compile(r"tried to allocate ([\d.]+ ?(?:[KMGT]i)?B)", re.IGNORECASE)
 _PARTS = {"backward": "backward", "step": "optimizer", "__next__": "data"}
 
 
@@ -73,6 +72,8 @@ def inspect_death(error: BaseException | None, subject: Subject) -> MemoryDeath 
     error = _cause(error)
     if error is None:
         return None
+    from flatout.memory.graphs import live_tensors
+
     seen: set[int] = set()
     categories = {
         "weights": _take(_weights(subject), seen),
@@ -86,9 +87,11 @@ def inspect_death(error: BaseException | None, subject: Subject) -> MemoryDeath 
     categories["graph"] = sum(by_kind.values())
     holders += [HeldBy(line="", name=f"graph, by {kind}", size_bytes=size) for kind, size in by_kind.items()]
     holders.sort(key=lambda one: -one.size_bytes)
-    categories["other"] = _take(_alive(), seen)
+    categories["other"] = _take(live_tensors(), seen)
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     requested = _requested(message)
+    # Did Python itself run out of memory, in a process where tensors are the smaller part?
+    of_python = isinstance(error, MemoryError) and 2 * sum(categories.values()) < resident_bytes()
     batch_size = next((loader.batch_size for loader in subject.loaders), None)
     return MemoryDeath(
         message=message,
@@ -98,7 +101,7 @@ def inspect_death(error: BaseException | None, subject: Subject) -> MemoryDeath 
         categories=categories,
         holders=tuple(holders[:MOST_HOLDERS]),
         batch_size=batch_size,
-        advice=tuple(_advice(categories, requested, batch_size, of_python=_of_python(error, categories))),
+        advice=tuple(_advice(categories, requested, batch_size, of_python=of_python)),
     )
 
 
@@ -183,12 +186,6 @@ def _optimizer_state(subject: Subject) -> Iterator[Tensor]:
             yield from (tensor for _, tensor in tensors_in(state))
 
 
-def _alive() -> list[Tensor]:
-    from flatout.memory.graphs import live_tensors
-
-    return live_tensors()
-
-
 def _graph_by_kind(seen: set[int]) -> dict[str, int]:
     """Bytes saved for the backward pass, by the kind of node that saves them first."""
     from flatout.memory.graphs import live_tensors, saved_tensors_of
@@ -230,11 +227,6 @@ def _where(place: tuple[FrameType, int]) -> str:
     return f"{frame.f_code.co_filename}:{line}"
 
 
-def _of_python(error: BaseException, categories: Mapping[str, int]) -> bool:
-    """Did Python itself run out of memory, in a process where tensors are the smaller part?"""
-    return isinstance(error, MemoryError) and 2 * sum(categories.values()) < resident_bytes()
-
-
 def _part(frames: list[tuple[FrameType, int]]) -> str:
     """forward, backward, optimizer or data, by torch's functions in the traceback."""
     from torch.optim import Optimizer
@@ -250,7 +242,4 @@ def _part(frames: list[tuple[FrameType, int]]) -> str:
 
 def _requested(message: str) -> int | None:
     found = _REQUEST.search(message)
-    if found is None:
-        return None
-    unit = next(name for name in _UNITS if name.lower() == found.group(2).lower())
-    return int(float(found.group(1)) * _UNITS[unit])
+    return None if found is None else parse_bytes(found[1])

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
-from typing import TypedDict
 
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from flatout.memory.leaks import Growth, Leak, grows_steadily, growths
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, identity
 from flatout.memory.use import use_of
+from flatout.script.trial.messages import MemoryAnswer
 from flatout.tracebacks import is_users_file, within
 
 _JOINS = ("cat", "stack", "pad", "resize")
@@ -37,15 +37,6 @@ class Suspect:
     entries_before: int | None = None
     lines: HoldingLines = field(default_factory=lambda: HoldingLines((), ()))
     file: str = ""
-
-
-class InspectionFound(TypedDict):
-    """Of the answer of a memory trial."""
-
-    use: dict[str, object]
-    judged_steps: int
-    leaks: list[dict[str, object]]
-    collected: list[str]
 
 
 class Inspection:
@@ -94,7 +85,7 @@ class Inspection:
         """Functions that return the current size of each suspect's holder."""
         return [_size_of(suspect.found) for suspect in self.suspects]
 
-    def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> InspectionFound:
+    def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> MemoryAnswer:
         leaks = [
             leak
             for number, suspect in enumerate(self.suspects)
@@ -124,11 +115,14 @@ class Inspection:
             self.collected.append(growth.line)
             return
         found = self._holder_of(growth)
-        for suspect in self.suspects:
-            if _same(suspect.found, found):
-                suspect.growths.append(growth)
-                return
-        self.suspects.append(Suspect(found, [growth]))
+        self._suspect(found).growths.append(growth)
+
+    def _suspect(self, found: Found | None) -> Suspect:
+        """The one with this holder."""
+        known = next((one for one in self.suspects if _same(one.found, found)), None)
+        if known is None:
+            self.suspects.append(known := Suspect(found))
+        return known
 
     def _holder_of(self, growth: Growth) -> Found | None:
         keys = [self._alive[id(one)] for one in growth.samples if id(one) in self._alive]
@@ -178,11 +172,7 @@ class Inspection:
         if found is None:
             return
         nodes = sum(steps[step] for step in judged) / len(judged)
-        for suspect in self.suspects:
-            if _same(suspect.found, found):
-                suspect.nodes_per_step = nodes
-                return
-        self.suspects.append(Suspect(found, nodes_per_step=nodes))
+        self._suspect(found).nodes_per_step = nodes
 
     # lines
 

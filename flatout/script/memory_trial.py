@@ -9,46 +9,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flatout.decoding import decode
 from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.use import MemoryUse
 from flatout.script.entry import Target
 from flatout.script.rank_answers import RankAnswer
 from flatout.script.trial.messages import MemoryAnswer
-from flatout.script.watched_trial import watched_trial
+from flatout.script.watched_trial import WatchRequest, watched_trial
 
 STEPS = 8
-PATIENCE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRequest:
+class MemoryRequest(WatchRequest):
     """What to watch, and for how many steps after the warm-up."""
 
-    target: Target
     steps: int = STEPS
-    patience_seconds: float = PATIENCE_SECONDS
-    """Timeout of the trial, for a script that never steps or hangs."""
-    isolation: Literal["auto", "overlay", "guard"] = "auto"
-    allow_network: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMemory:
     """Of one process, over the steps that were watched."""
 
-    step_kind: str | None
-    steps: int
-    use: MemoryUse | None
+    step_kind: str | None = None
+    steps: int = 0
+    use: MemoryUse | None = None
     """None: the script never imported torch."""
-    leaks: tuple[Leak, ...]
-    judged_steps: int
-    resident_bytes: tuple[int, ...]
+    leaks: tuple[Leak, ...] = ()
+    judged_steps: int = 0
+    resident_bytes: tuple[int, ...] = ()
     """Of the process, at the end of each step; includes Python, torch's libraries and our own records."""
     peak_resident_bytes: int
-    collected: tuple[str, ...]
+    collected: tuple[str, ...] = ()
     """Lines whose tensors were only waiting for the garbage collector."""
-    compiled: bool
-    left_uncompiled: bool
+    compiled: bool = False
+    left_uncompiled: bool = False
     """Does the script use torch.compile, which compiles nothing while every operation is followed?"""
 
     @property
@@ -124,15 +119,4 @@ def _name(answer: RankAnswer) -> str:
 
 
 def _process_memory(answer: MemoryAnswer) -> ProcessMemory:
-    return ProcessMemory(
-        step_kind=answer.get("step_kind"),
-        steps=answer.get("steps", 0),
-        use=MemoryUse.from_json(answer["use"]) if "use" in answer else None,
-        leaks=tuple(Leak(**{**one, "births": tuple(one["births"])}) for one in answer.get("leaks", ())),
-        judged_steps=answer.get("judged_steps", 0),
-        resident_bytes=tuple(answer.get("resident_bytes", ())),
-        peak_resident_bytes=answer["peak_resident_bytes"],
-        collected=tuple(answer.get("collected", ())),
-        compiled=answer.get("compiled", False),
-        left_uncompiled=answer.get("left_uncompiled", False),
-    )
+    return decode(ProcessMemory, {name: value for name, value in answer.items() if name not in ("event", "ended")})

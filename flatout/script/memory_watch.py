@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
 from flatout.parameters import parameters_of
 from flatout.script.communication_calls import ranks_together
-from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
 from flatout.script.rank_answers import RankAnswer, RankAnswers
 from flatout.script.trial.isolated_child import ObservedProcess
 from flatout.script.trial.messages import MemoryAnswer
 from flatout.script.watch import Watch
+from flatout.torch_private.compiler import compile_was_asked_for
 from flatout.tracebacks import is_users_file
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from flatout.memory.timeline import Allocation
     from flatout.memory.tracking import Tracker
     from flatout.script.memory_inspection import Inspection
 
@@ -48,14 +48,14 @@ class MemoryWatch:
         self._tracker: Tracker  # from when torch is imported
         self._has_torch = False
         self._inspection: Inspection | None = None
-        self._trace: GrowthTrace | None = None
+        self._trace = GrowthTrace((), is_users_file)
         self._patches = Patches()
         self._marks: list[int] = []
         self._numbers: list[int] = []
         self._resident: list[int] = []
         self._first_event: int | None = None
         self._left_to_trace = 0
-        self._depth = 0
+        self._depth, self._thread = 0, threading.get_ident()
         self._hooks: list[RemovableHandle] = []
         self._found: MemoryAnswer = {"event": "memory", "ended": False, "peak_resident_bytes": 0}
         self.watch.at_boundary.append(child.guarded(self._boundary))
@@ -88,8 +88,7 @@ class MemoryWatch:
         if not self._has_torch:
             self._found = {"event": "memory", "ended": True, "peak_resident_bytes": peak_resident_bytes()}
             return self._found
-        if self._trace is not None:
-            self._trace.stop()
+        self._trace.stop()
         self._found = self._result(self._inspection or self._inspect(None), ended=True)
         return self._found
 
@@ -108,8 +107,7 @@ class MemoryWatch:
 
     def stop(self) -> None:
         """Leave the script alone."""
-        if self._trace is not None:
-            self._trace.stop()
+        self._trace.stop()
         if self._has_torch:
             self._release()
         self.watch.uninstall()
@@ -151,8 +149,7 @@ class MemoryWatch:
                 self._trace.start(frame)
 
     def _finish(self, inspection: Inspection) -> None:
-        if self._trace is not None:
-            self._trace.stop()
+        self._trace.stop()
         self._found = self._result(inspection, ended=False)
         self._child.finish(self._found)
 
@@ -164,6 +161,8 @@ class MemoryWatch:
     def _module_starts(self, module: nn.Module, arguments: object) -> None:
         import torch
 
+        if threading.get_ident() != self._thread:
+            return
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return
@@ -173,7 +172,8 @@ class MemoryWatch:
         self._name_inputs(arguments)
 
     def _module_ends(self, module: nn.Module, arguments: object, output: object) -> None:
-        self._depth = max(0, self._depth - 1)
+        if threading.get_ident() == self._thread:
+            self._depth = max(0, self._depth - 1)
 
     def _wrap_next(self, original: Callable[[Iterator[object]], object]) -> Callable[[Iterator[object]], object]:
         def __next__(iterator: Iterator[object]) -> object:
@@ -187,12 +187,13 @@ class MemoryWatch:
         """Tensors without a history: a hidden state that is passed back in belongs to the model."""
         from torch import Tensor
 
+        from flatout.memory.tracking import identity
         from flatout.torch_private.dispatch import tree_leaves
 
         known = self._tracker.alive_by_storage()
         for one in tree_leaves(values):
             if isinstance(one, Tensor) and one.grad_fn is None and not one.requires_grad:
-                allocation = _allocation_of(known, one)
+                allocation = known.get(identity(one))
                 if allocation is None or allocation.category == "temporaries":
                     self._tracker.hold([one], "inputs")
 
@@ -221,8 +222,8 @@ class MemoryWatch:
         )
 
     def _result(self, inspection: Inspection, *, ended: bool) -> MemoryAnswer:
-        traced = self._trace.line_of if self._trace is not None else lambda index: None
-        steps_traced = TRACED_STEPS - self._left_to_trace if self._trace is not None else 0
+        traced = self._trace.line_of if self._inspection is not None else lambda index: None
+        steps_traced = TRACED_STEPS - self._left_to_trace if self._inspection is not None else 0
         return {
             "event": "memory",
             "step_kind": self.watch.finder.kind,
@@ -244,9 +245,3 @@ class _Models:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for module in self._watch.subject.modules for parameter in module.parameters())
-
-
-def _allocation_of(known: Mapping[int, Allocation], tensor: Tensor) -> Allocation | None:
-    from flatout.memory.tracking import identity
-
-    return known.get(identity(tensor))

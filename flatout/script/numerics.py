@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
 Role = Literal["free", "reference", "checked"]
 Nudge = Literal["none", "rounding", "16-bit"]
@@ -78,7 +77,6 @@ class NumericsFound(TypedDict):
     buffer_digest: str
     generator_digest: str
     finite: bool
-    epochs: list[int]
     checks: list[CheckFound]
     in_codes: list[str]
     compared: Literal["every element", "samples"]
@@ -98,7 +96,6 @@ class WatchedSteps(Protocol):
     subject: Subject
     at_backward: list[Callable[[tuple[Tensor, ...]], None]]
     before_optimizer: list[Callable[[Optimizer], None]]
-    at_iterator: list[Callable[[DataLoader[object], float], None]]
 
     @property
     def inside_optimizer(self) -> bool: ...
@@ -113,13 +110,11 @@ class NumericsRecorder:
         self._losses: list[list[Tensor]] = [[]]
         self._norms: list[Tensor | None] = []
         self._by_tensor: dict[int, list[Tensor]] = {}
-        self._epochs: list[int] = []
         self._step_norms: list[Tensor] = []
         self._every = max(1, request.steps // STEPS_BY_TENSOR)
         self._reference = _reference(watch.subject, request)
         watch.at_backward.append(self._backward)
         watch.before_optimizer.append(self._optimizer)
-        watch.at_iterator.append(self._iterator)
         watch.subject.before_update.append(self._update)
         self._early: dict[int, Tensor] = {}
         """By identity of their parameter, gradients that a backward pass has already applied."""
@@ -146,7 +141,6 @@ class NumericsRecorder:
     def finish(self) -> NumericsFound:
         self._watch.at_backward.remove(self._backward)
         self._watch.before_optimizer.remove(self._optimizer)
-        self._watch.at_iterator.remove(self._iterator)
         self._watch.subject.before_update.remove(self._update)
         weights, modules = named_weights(self._watch.subject), self._watch.subject.modules
         reader = self._reference if isinstance(self._reference, ReferenceReader) else None
@@ -161,7 +155,6 @@ class NumericsRecorder:
             "buffer_digest": _digest([own_part(one) for module in modules for one in module.buffers()]),
             "generator_digest": generator_digest(),
             "finite": all(bool(tensor.isfinite().all()) for tensor in weights.values()),
-            "epochs": self._epochs,
             "checks": reader.found if reader else [],
             "in_codes": _in_codes(self._watch.subject, weights),
             "compared": "every element" if reader is None or reader.whole else "samples",
@@ -181,7 +174,7 @@ class NumericsRecorder:
 
     def _backward(self, roots: tuple[Tensor, ...]) -> None:
         self._losses[-1] += [root.detach().float().mean() for root in roots if hasattr(root, "detach")]
-        if self._reference is not None:
+        if isinstance(self._reference, ReferenceWriter):
             self._reference.backward(self._watch.inside_optimizer)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
@@ -196,11 +189,8 @@ class NumericsRecorder:
     def _update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
         assert parameter.grad is not None
         self._early[id(parameter)] = parameter.grad.detach().clone()
-        if self._reference is not None:
+        if isinstance(self._reference, ReferenceReader):  # the plain run has no updates in its backward passes
             self._reference.update(parameters, parameter, ahead)
-
-    def _iterator(self, loader: DataLoader[object], began: float) -> None:
-        self._epochs.append(self.steps)
 
     def _take_gradients(self, parameters: list[Tensor]) -> None:
         import torch
@@ -210,7 +200,7 @@ class NumericsRecorder:
         found = [self._early.get(id(p), p.grad) for p in parameters]
         gradients = [own_part(gradient.detach()) for gradient in found if gradient is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+        gradients = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients]
         if gradients:
             norms = foreach_norm([g.float() for g in gradients])
             self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
@@ -246,7 +236,7 @@ def nudge_weights(subject: Subject, relative: float | None = None, *, ulps: int 
     with torch.no_grad():
         for tensor in named_weights(subject).values():
             if tensor.is_floating_point() or tensor.is_complex():
-                signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
+                signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
                 amount = relative or ulps * torch.finfo(tensor.dtype).eps  # units in the last place of a number near 1
                 tensor.mul_(1 + amount * signs.to(device=tensor.device, dtype=tensor.dtype))
 
@@ -264,7 +254,7 @@ class GradientNoise:
 
         for parameter in parameters:
             gradient = None if parameter.grad is None else own_part(parameter.grad.detach())
-            if not self._share or gradient is None or gradient.is_sparse or not gradient.is_floating_point():
+            if not self._share or gradient is None or gradient.is_sparse:
                 continue
             if gradient.device not in self._generators:
                 self._generators[gradient.device] = torch.Generator(gradient.device).manual_seed(self._seed)

@@ -9,6 +9,7 @@ They are found by reading import statements, so none of the script's code runs. 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -63,16 +64,16 @@ def source_digests(target: Target) -> tuple[str, ...]:
     except UsageError:
         return ()
     for file in files:
-        try:
-            content = file.path.read_bytes()
-        except OSError:
-            continue
-        digests.append(f"{content_digest(content)} {file.name}")
+        with contextlib.suppress(OSError):
+            digest = hashlib.sha256(file.path.read_bytes()).hexdigest()[:16]
+            digests.append(f"sha256:{digest} {file.name}")
     return tuple(digests)
 
 
-def content_digest(content: bytes) -> str:
-    return "sha256:" + hashlib.sha256(content).hexdigest()[:16]
+def changed_since(target: Target, digests: Sequence[str]) -> list[str]:
+    """Names of the script's own files that differ from what they were when `source_digests` gave these."""
+    now = source_digests(target)
+    return sorted({one.partition(" ")[2] for one in {*digests} ^ {*now}})
 
 
 def _first(target: Target, roots: Sequence[str]) -> OwnFile:

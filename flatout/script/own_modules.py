@@ -17,7 +17,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -56,8 +56,13 @@ class _OwnModules:
         ours = self.modules[name]
         if found is not None and ours.__spec__ is not None and found.origin == ours.__spec__.origin:
             self.hidden.discard(name)
-            found.loader = _LoadedBefore(self, ours)  # type: ignore[assignment]
+            found.loader = LoadedBefore(ours, self._imported)  # type: ignore[assignment]
         return found
+
+    def _imported(self, module: ModuleType) -> None:
+        for name in _imported_by(module) & self.hidden:  # as if its import statements had run now
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
     def _search(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         finders = list(sys.meta_path)
@@ -68,20 +73,18 @@ class _OwnModules:
         return None
 
 
-class _LoadedBefore:
-    """Loads a module by returning the existing one."""
+class LoadedBefore:
+    """Loads a module by returning the existing one, and calls `imported` with it."""
 
-    def __init__(self, own: _OwnModules, module: ModuleType) -> None:
-        self._own, self._module, self._spec = own, module, module.__spec__
+    def __init__(self, module: ModuleType, imported: Callable[[ModuleType], None]) -> None:
+        self._module, self._spec, self._imported = module, module.__spec__, imported
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has just put its new one there
-        for name in _imported_by(module) & self._own.hidden:  # as if its import statements had run now
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+        self._imported(module)
 
 
 _own = _OwnModules()

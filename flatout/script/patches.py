@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flatout.tracebacks import leave_no_frame
 
 F = TypeVar("F", bound=Callable[..., object])
+S = TypeVar("S")
 
 _MISSING = object()
 
@@ -120,6 +121,32 @@ def noting(note: Callable[..., None]) -> Callable[[Callable[..., object]], Calla
             except BaseException as error:
                 leave_no_frame(error)
                 raise
+
+        return call
+
+    return make
+
+
+def around(
+    before: Callable[..., S | None], after: Callable[[S, Any], None]
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """For `Patches.replace`: `before(arguments)`, the call, then `after` with what `before` has returned and the call's
+    result, None if it failed. Where `before` returns None the call is left alone."""
+
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            known = before(*args, **kwargs)
+            if known is None:
+                return original(*args, **kwargs)
+            result = None
+            try:
+                result = original(*args, **kwargs)
+                return result
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+            finally:
+                after(known, result)
 
         return call
 

@@ -20,15 +20,15 @@ class Places:
         self.folder = folder
         self._users: dict[str, bool] = {}
 
-    def here(self, depth: int = 1) -> tuple[str, int]:
-        """(file, line) of the innermost frame of the script, `depth` frames up from the caller; ('', 0) without one."""
-        frame = self.users_frame(sys._getframe(depth))
+    def here(self) -> tuple[str, int]:
+        """(file, line) of the innermost frame of the script; ('', 0) without one."""
+        frame = self.users_frame(sys._getframe(1))
         return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
-    def callers(self, depth: int = 1) -> tuple[tuple[str, int], ...]:
-        """(file, line) of all frames of the script, the innermost first, `depth` frames up from the caller."""
+    def callers(self) -> tuple[tuple[str, int], ...]:
+        """(file, line) of all frames of the script, the innermost first."""
         found = []
-        frame = self.users_frame(sys._getframe(depth))
+        frame = self.users_frame(sys._getframe(1))
         while frame is not None:
             found.append((frame.f_code.co_filename, frame.f_lineno))
             frame = self.users_frame(frame.f_back)
@@ -45,9 +45,9 @@ class Places:
             known = self._users[file] = is_users_file(file)
         return known
 
-    def passes_through(self, ending: str, depth: int = 1) -> bool:
+    def passes_through(self, ending: str) -> bool:
         """Is a frame of a file with this ending among the callers?"""
-        frame: FrameType | None = sys._getframe(depth)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename.endswith(ending):
                 return True

@@ -16,12 +16,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import NoReturn
 
 from flatout.environment import variables
+from flatout.script.own_modules import LoadedBefore
 
 Groups = Mapping[str, Sequence[str]]
 """Imported module -> all modules that its import loaded, itself included, in order."""
@@ -64,17 +64,16 @@ class Preloaded:
     ) -> ModuleSpec | None:
         if name not in self._hidden:
             return None
-        found, ours = PathFinder.find_spec(name, path), self._hidden[name].__spec__
+        found, module = PathFinder.find_spec(name, path), self._hidden[name]
+        ours = module.__spec__
         if found is not None and ours is not None and found.origin != ours.origin:
             self._refuse(f"its path leads to {found.origin} instead of {ours.origin}")
         if name in self._groups and variables() != self._variables:
             self._refuse(f"it changes the environment before it imports {name}")
-        return ModuleSpec(name, _Restores(self, ours), origin=None if ours is None else ours.origin)
+        loader = LoadedBefore(module, lambda module: self._restore(module.__name__))
+        return ModuleSpec(name, loader, origin=None if ours is None else ours.origin)  # type: ignore[arg-type]
 
-    def module(self, name: str) -> ModuleType:
-        return self._hidden[name]
-
-    def restore(self, name: str) -> None:
+    def _restore(self, name: str) -> None:
         """Restore everything that an import of `name` loads: its group, or else its package."""
         heads = list(self._groups)
         for earlier in heads[: heads.index(name)] if name in heads else ():
@@ -85,20 +84,6 @@ class Preloaded:
                 sys.modules[one] = self._hidden.pop(one)
         if MAIN_OF_WORKERS in names:
             sys.modules[MAIN_OF_WORKERS] = sys.modules["__main__"]
-
-
-class _Restores(Loader):
-    """Loads a module by returning the existing one."""
-
-    def __init__(self, preloaded: Preloaded, spec: ModuleSpec | None) -> None:
-        self._preloaded, self._spec = preloaded, spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._preloaded.module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has just put its new one there
-        self._preloaded.restore(module.__name__)
 
 
 def _package(name: str) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from flatout import environment
 from flatout.decoding import decode
@@ -15,8 +15,7 @@ from flatout.machine.processes import pid_namespace, process_started
 from flatout.script.communication_calls import ranks_together
 from flatout.script.describe import breakdown
 from flatout.script.device_calls import device_name
-from flatout.script.run_record import on_monotonic
-from flatout.script.runner import Runner
+from flatout.script.runner import Runner, on_monotonic
 from flatout.script.spans import StepRow
 from flatout.script.watch import Watch
 
@@ -127,30 +126,19 @@ def process_record(
 ) -> ProcessRecord:
     """Of this process, now. place: among its ranks."""
     record = runner.record
-    unknown = runner.watch.communication_unknown_because
-    parts = breakdown(record.rows)
     on_device = [sample.peak_bytes for sample in record.memory if sample.reserved_bytes is not None]
-    return ProcessRecord(
-        pid=os.getpid(),
-        rank=place.rank,
+    steps = record_of_steps(
+        runner.watch, record.rows, place=place, started_at=started_at, busy_share=runner.busy_share()
+    )
+    return replace(
+        steps,
         started_by_script=started_by_script,
-        started_at=started_at,
         process_started=process_started(os.getpid()),
         pid_namespace=pid_namespace(),
         steps=record.steps,
         step_seconds=record.median_seconds,
         recent_seconds=record.recent_seconds,
         last_step_clock=on_monotonic(record.last_step_at),
-        parts=parts,
-        ranks=place.ranks,
-        exposed_seconds=None if unknown or not parts else parts["communication"],
-        exposed_unknown_because=unknown,
-        step_waits=() if unknown else step_waits(record.rows),
-        own_error_seconds=own_error_seconds(record.rows),
-        own_typical_seconds=own_typical_seconds(record.rows),
-        busy_share=runner.busy_share(),
-        device=device_name(runner.watch.subject),
-        peak_resident_bytes=peak_resident_bytes(),
         peak_device_bytes=max(on_device, default=None),
         ended=ended,
         fault=runner.fault,

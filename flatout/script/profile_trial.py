@@ -7,40 +7,62 @@ watched.profile.parts, watched.observed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import cast
 
 from flatout.levers.observed import Observed
 from flatout.profiling.profile import Profile
 from flatout.script.behaviour_seen import Behaviour
 from flatout.script.entry import Target
+from flatout.script.process_record import ProcessRecord, process_names
 from flatout.script.rank_answers import RankAnswer
-from flatout.script.rank_profiles import RankProfile, rank_profiles
 from flatout.script.trial.messages import Command, ProfileAnswer
-from flatout.script.watched_trial import watched_trial
+from flatout.script.watched_trial import WatchRequest, watched_trial
 
 STEPS = 5
 WARM_UP_STEPS = 3
 LEAST_TIMED_STEPS, MOST_TIMED_STEPS, TIMED_SECONDS = 5, 50, 0.5
-PATIENCE_SECONDS = 1800.0
 TRACE_NAME = "trace.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileRequest:
+class ProfileRequest(WatchRequest):
     """What to profile, and how many steps after the warm-up."""
 
-    target: Target
     steps: int = STEPS
-    patience_seconds: float = PATIENCE_SECONDS
-    """Timeout of each trial, for a script that never steps or hangs."""
-    isolation: Literal["auto", "overlay", "guard"] = "auto"
-    allow_network: bool = False
     trace_folder: Path | None = None
     """An empty folder for the Chrome trace; None: none is written."""
     stdin_file: Path | None = None
     """What the script reads; None: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile:
+    """Of one rank, side by side with the others."""
+
+    name: str
+    """'rank 1'."""
+    record: ProcessRecord
+    """By the steps that were timed without the profiler."""
+    profile: Profile | None
+    """Without ceilings; None: it had no step to profile, or could not be profiled."""
+    fault: str = ""
+    """Why it could not."""
+
+
+def rank_profiles(answers: Sequence[RankAnswer]) -> tuple[RankProfile, ...]:
+    """Of all that answered, the first rank first."""
+    records = [ProcessRecord.from_json(one["record"]) for one in answers]
+    return tuple(
+        RankProfile(name=name, record=record, profile=_profile(one["profile"]), fault=one["fault"])
+        for name, record, one in zip(process_names(records), records, answers, strict=True)
+    )
+
+
+def _profile(answer: ProfileAnswer) -> Profile | None:
+    given = answer.get("profile")
+    return None if given is None else Profile.from_json(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +93,7 @@ class ProfileWatched:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How many steps each window takes."""
+    """How many steps each window takes: see `Command`."""
 
     warm_up: int
     timed: int
@@ -79,7 +101,8 @@ class Schedule:
     follow: bool
     settle: int
     """Under the profiler, whose first step is slower, before those that count."""
-    profiled: int
+    steps: int
+    """That are profiled."""
 
 
 def full(steps: int) -> Schedule:
@@ -89,11 +112,11 @@ def full(steps: int) -> Schedule:
         timed_seconds=TIMED_SECONDS,
         follow=True,
         settle=1,
-        profiled=steps,
+        steps=steps,
     )
 
 
-BEHAVIOUR_ALONE = Schedule(warm_up=1, timed=0, timed_seconds=0.0, follow=False, settle=0, profiled=0)
+BEHAVIOUR_ALONE = Schedule(warm_up=1, timed=0, timed_seconds=0.0, follow=False, settle=0, steps=0)
 LEAST_FOLLOWED_STEPS = 40
 """With fewer, a script that ends by itself is run again, to be followed from its first steps on."""
 
@@ -109,7 +132,7 @@ def fitting(seen: int, steps: int) -> Schedule | None:
     left -= warm_up - 1 + settle
     profiled = min(steps, max(1, left // 2))
     timed = min(left - profiled, max(LEAST_TIMED_STEPS, steps))
-    return Schedule(warm_up=warm_up, timed=timed, timed_seconds=0.0, follow=follow, settle=settle, profiled=profiled)
+    return Schedule(warm_up=warm_up, timed=timed, timed_seconds=0.0, follow=follow, settle=settle, steps=profiled)
 
 
 def watch_profile(request: ProfileRequest) -> ProfileWatched:
@@ -162,16 +185,8 @@ def _watch_once(request: ProfileRequest, schedule: Schedule) -> ProfileWatched:
 
 
 def command_of(schedule: Schedule, trace: Path | None) -> Command:
-    return {
-        "do": "profile",
-        "steps": schedule.profiled,
-        "warm_up": schedule.warm_up,
-        "timed": schedule.timed,
-        "timed_seconds": schedule.timed_seconds,
-        "follow": schedule.follow,
-        "settle": schedule.settle,
-        "trace": str(trace) if trace is not None else "",
-    }
+    told = {"do": "profile", **asdict(schedule), "trace": "" if trace is None else str(trace)}
+    return cast("Command", told)
 
 
 def watched_of(
@@ -181,13 +196,13 @@ def watched_of(
     answer: ProfileAnswer = own or {"event": "profile", "ended": False, "steps": 0}
     if ranks and not answer["steps"]:
         answer = ranks[0]["profile"]
-    profile, observed, behaviour = answer.get("profile"), answer.get("observed"), answer.get("behaviour")
+    observed, behaviour = answer.get("observed"), answer.get("behaviour")
     return ProfileWatched(
         target=request.target,
         status=0 if answer["ended"] else None,
         step_kind=answer.get("step_kind"),
         steps=answer["steps"],
-        profile=Profile.from_json(profile) if profile is not None else None,
+        profile=_profile(answer),
         observed=Observed.from_json(observed) if observed is not None else None,
         behaviour=Behaviour.from_json(behaviour) if behaviour is not None else None,
         tf32=answer.get("tf32", False),

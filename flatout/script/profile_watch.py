@@ -22,7 +22,6 @@ from flatout.machine.device import Device, Mark
 from flatout.machine.process_memory import peak_resident_bytes
 from flatout.script.batch_count import BatchCount
 from flatout.script.communication_calls import ranks_together
-from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.describe import NOT_AS_NOW, allows_tf32, breakdown, observe
 from flatout.script.device_calls import device_of
 from flatout.script.process_record import Place, record_of_steps
@@ -32,6 +31,7 @@ from flatout.script.trial.isolated_child import ObservedProcess
 from flatout.script.trial.messages import Command, ProfileAnswer
 from flatout.script.watch import Watch
 from flatout.timing import LoadWatch
+from flatout.torch_private.compiler import compile_was_asked_for
 
 if TYPE_CHECKING:
     from flatout.profiling.following import OperatorFollower
@@ -54,10 +54,10 @@ class ProfileWatch:
     that one begins earlier would be a wait for all others. Only the first is followed further, by its behaviour.
     """
 
-    def __init__(self, child: ObservedProcess, command: Command, *, answers: RankAnswers | None = None) -> None:
-        """answers: where ranks that train together leave theirs; None: this process trains alone."""
+    def __init__(self, child: ObservedProcess, command: Command, *, answers: RankAnswers) -> None:
+        """answers: where ranks that train together leave theirs."""
         self.watch = Watch()
-        self._answers, self._together = answers, None if answers is None else ranks_together()
+        self._answers, self._together = answers, ranks_together()
         self._started_at = time.time()
         self._child = child
         self._asked, self._warm_up = command["steps"], command["warm_up"]
@@ -131,7 +131,7 @@ class ProfileWatch:
         if self.watch.finder.kind is None:
             return
         self._boundaries += 1
-        if self._answers is not None and self._boundaries == 1:
+        if self._boundaries == 1:
             self._answers.begin()
         if self._boundaries <= HELD_STEPS:
             subject = self.watch.subject
@@ -152,7 +152,7 @@ class ProfileWatch:
             self._begin_following()
 
     def _see_ranks(self) -> None:
-        self._together = ranks_together() if self._answers is not None else None
+        self._together = ranks_together()
         if self._together is None:
             return
         self._load = LoadWatch()
@@ -281,7 +281,6 @@ class ProfileWatch:
 
     def rank_answer(self, fault: str = "") -> RankAnswer:
         """The same, of a process among others that train."""
-        assert self._answers is not None
         place = Place() if self._together is None else Place(rank=self._together[0], ranks=self._together[1])
         record = record_of_steps(
             self.watch, self._rows, place=place, started_at=self._started_at, busy_share=self._busy_share

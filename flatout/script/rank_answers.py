@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from flatout.script.trial.messages import Command, MemoryAnswer, ProfileAnswer, TargetSettings
+from flatout.script.trial.messages import Command, MemoryAnswer, ProfileAnswer
 from flatout.whole_files import PRIVATE, written_whole
 
 try:
     import fcntl
-except ImportError:  # Windows
+except ImportError:  # Windows, where there are no trials
     fcntl = None  # type: ignore[assignment]
 
 SETTINGS, BEGUN, ANSWER = "watched.json", "begun-", "answer-"
@@ -38,7 +38,8 @@ class RankSettings(TypedDict):
     """What ranks are to do."""
 
     command: Command
-    target: TargetSettings
+    target: list[str]
+    """The script's command."""
 
 
 class RankAnswer(TypedDict):
@@ -67,15 +68,12 @@ class RankAnswers:
         self._descriptor: int | None = None
 
     def begin(self) -> None:
-        if self._descriptor is not None or fcntl is None:
+        if self._descriptor is not None:
             return
+        place = self.folder / f"{BEGUN}{self.name}"
         with contextlib.suppress(OSError):
-            self._descriptor = os.open(
-                self.folder / f"{BEGUN}{self.name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
-            fcntl.lockf(
-                self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # of this process: its forks have no part in it
+            self._descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its own: its forks have no part in it
 
     def give(self, answer: RankAnswer) -> None:
         with written_whole(self.folder / f"{ANSWER}{self.name}.json", mode=PRIVATE, durable=False) as temporary:
@@ -136,8 +134,6 @@ class RankWatch:
 
     def _is_dead(self, name: str) -> bool:
         """Is its lock free?"""
-        if fcntl is None:
-            return False
         try:
             with open(self._folder / f"{BEGUN}{name}", "r+b") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

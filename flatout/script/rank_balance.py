@@ -65,8 +65,8 @@ class RankBalance:
 
 
 def rank_balance(records: Sequence[ProcessRecord]) -> RankBalance | None:
-    """None: what fewer than two ranks waited is known, or that of some of them is not."""
-    ranks = [(name, one) for name, one in zip(process_names(records), records, strict=True) if not _is_apart(one)]
+    """Of those that train together. None: what fewer than two waited is known, or that of some of them is not."""
+    ranks = [(name, one) for name, one in zip(process_names(records), records, strict=True) if one.ranks is not None]
     if len(ranks) < 2 or any(one.exposed_seconds is None or not one.parts for _, one in ranks):
         return None
     own = [own_seconds(one.parts) for _, one in ranks]
@@ -117,15 +117,10 @@ def _is_beyond_scatter(slowest: ProcessRecord, following: ProcessRecord, excess:
 
 def balance_unknown_because(records: Sequence[ProcessRecord]) -> str:
     """Why `rank_balance` is None; '' where there are no ranks to compare."""
-    ranks = [one for one in records if not _is_apart(one)]
+    ranks = [one for one in records if one.ranks is not None]
     if len(ranks) < 2:
         return ""
     return next((one.exposed_unknown_because for one in ranks if one.exposed_seconds is None), "")
-
-
-def _is_apart(one: ProcessRecord) -> bool:
-    """Does it train nothing together with others?"""
-    return one.ranks is None
 
 
 def _largest_excess(slowest: ProcessRecord, others: Sequence[ProcessRecord]) -> tuple[str, float]:

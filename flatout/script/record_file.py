@@ -1,4 +1,9 @@
-"""The record of a process that trains, in a file that another process reads: every few seconds, and at its end."""
+"""The record of a process that trains, in a file that another process reads: every few seconds, and at its end.
+
+It is in the folder of the run; or, of ranks that one launcher has started on this machine, each of them `flatout run`
+itself (torchrun --nproc-per-node 2 -m flatout run train.py), in one that is named after the launcher, their common
+parent, like the folder of a run, and removed with those.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,14 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from flatout import environment
+from flatout.machine.processes import pid_namespace, process_condition, process_started
 from flatout.script.own_modules import own_imports
 from flatout.script.process_record import Place, ProcessRecord, place_now, process_record
+from flatout.script.run_folders import make_private
 from flatout.script.runner import Runner
 from flatout.signals import own_errors_suppressed
 from flatout.whole_files import PRIVATE, written_whole
@@ -17,6 +26,8 @@ from flatout.whole_files import PRIVATE, written_whole
 PREFIX = "process-"
 WRITE_EVERY_SECONDS = 2.0
 MOST_PROCESSES, LARGEST_BYTES = 4096, 1 << 20
+END_SECONDS, POLL_SECONDS = 2.0, 0.05
+"""How long the rank that reports waits for the last records of the others."""
 
 
 class RecordFile:
@@ -66,3 +77,41 @@ def read_records(folder: Path) -> list[ProcessRecord]:
             if path.stat().st_size <= LARGEST_BYTES:
                 records.append(ProcessRecord.from_json(json.loads(path.read_text(encoding="utf-8"))))
     return records
+
+
+def launchers_folder() -> Path | None:
+    """None: no launcher has started this process together with others, or the folder cannot be had."""
+    if environment.rank() is None or (environment.world_size() or 1) < 2:
+        return None
+    parent = os.getppid()
+    started = process_started(parent)
+    if started is None:
+        return None
+    folder = environment.runs_dir().absolute() / f"run-{parent}-{started}"
+    try:
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return folder
+
+
+def records_of_others(folder: Path, own_rank: int) -> tuple[ProcessRecord, ...]:
+    """Of the other ranks of this start, as they are now."""
+    return tuple(one for one in read_records(folder) if one.rank != own_rank)
+
+
+def last_records(folder: Path, own_rank: int) -> tuple[ProcessRecord, ...]:
+    """The same once they have ended; or soon, as they are then."""
+    until = time.monotonic() + END_SECONDS
+    while True:
+        others = records_of_others(folder, own_rank)
+        if not _go_on(others) or time.monotonic() >= until:
+            return others
+        time.sleep(POLL_SECONDS)
+
+
+def _go_on(records: Sequence[ProcessRecord]) -> bool:
+    """Is one of them still there that has not ended?"""
+    here = [one for one in records if not one.ended and one.pid_namespace == pid_namespace()]
+    return any(process_condition(one.pid, one.process_started) != "gone" for one in here)

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
+from flatout.data.nested import tensors_in
 from flatout.generators import generator_states
 from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
@@ -74,17 +75,19 @@ def named_weights(subject: Subject) -> dict[str, Tensor]:
 
 
 def named_buffers(subject: Subject) -> dict[str, Tensor]:
-    """The floating-point buffers of all models, such as running statistics."""
+    """The floating-point buffers of all models, such as running statistics; a sparse one is a constant."""
+    import torch
+
     return {
         f"{type(module).__name__}#{number}.{name}": own_part(buffer)
         for number, module in enumerate(subject.modules)
         for name, buffer in module.named_buffers()
-        if buffer.is_floating_point()
+        if buffer.is_floating_point() and buffer.layout == torch.strided
     }
 
 
 def optimizer_state(subject: Subject) -> dict[str, Tensor]:
-    """Every tensor in the state of an optimizer."""
+    """Every tensor in the state of an optimizer, those in lists too, as LBFGS keeps them."""
     from torch import Tensor
 
     found: dict[str, Tensor] = {}
@@ -94,8 +97,9 @@ def optimizer_state(subject: Subject) -> dict[str, Tensor]:
         states[""] = {str(key): value for key, value in optimizer.state.items() if isinstance(key, str)}
         for place, state in states.items():
             for key, value in sorted(state.items(), key=lambda item: str(item[0])):
-                if isinstance(value, Tensor):
-                    found[f"{number}.{place}{key}"] = own_part(value)
+                for name, one in tensors_in(value, f"{number}.{place}{key}"):
+                    if isinstance(one, Tensor):
+                        found[name] = own_part(one)
     return found
 
 
@@ -200,9 +204,6 @@ class ReferenceWriter:
     def backward(self, inside_optimizer: bool) -> None:
         self._closure |= inside_optimizer
 
-    def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
-        """Nothing to do: the plain run has no updates in its backward passes."""
-
     def optimizer(self, parameters: list[Tensor], early: Early) -> None:
         """Before a step of the optimizer with these parameters. early: gradients that it has already applied."""
         if self._entry is not None and len(self._calls) < MOST_CALLS:
@@ -287,11 +288,10 @@ class ReferenceReader:
                     tensor.copy_(theirs[name])
             if same_layout:
                 for name, tensor in state.items():
-                    write = write_codes if is_in_codes(tensor) else _copied
-                    write(entry["optimizers"][name], tensor)
-
-    def backward(self, inside_optimizer: bool) -> None:
-        """Nothing to do: the reference says whether gradients are computed inside the optimizer."""
+                    if is_in_codes(tensor):
+                        write_codes(entry["optimizers"][name], tensor)
+                    else:
+                        tensor.copy_(entry["optimizers"][name])
 
     def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
         """Before one of these parameters is updated in a backward pass: replace its gradient by the plain run's.
@@ -382,10 +382,6 @@ def _kept(tensors: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:
     }
 
 
-def _copied(values: Tensor, tensor: Tensor) -> None:
-    tensor.copy_(values)
-
-
 def _replace(parameter: Tensor, gradient: Tensor | None) -> None:
     """gradient: dense. A sparse one keeps its rows: some optimizers leave the others as they are."""
     import torch
@@ -410,13 +406,14 @@ def _gradient(parameter: Tensor, whole: bool, index: int, early: Early = NO_EARL
     return gradient.to("cpu", copy=True) if whole else sample(gradient, index)
 
 
-def sample(tensor: Tensor, index: int, most: int = SAMPLED_ELEMENTS) -> Tensor:
-    """[min(numel, most)] elements on the host, drawn evenly; the same ones in every process, whatever the layout."""
+def sample(tensor: Tensor, index: int) -> Tensor:
+    """SAMPLED_ELEMENTS of its elements, or all, on the host; the same ones in every process, whatever the layout."""
     import torch
 
     flat = tensor.detach().reshape(-1)
-    if flat.numel() > most:
-        positions = torch.randint(flat.numel(), (most,), generator=torch.Generator().manual_seed(index))
+    if flat.numel() > SAMPLED_ELEMENTS:
+        generator = torch.Generator().manual_seed(index)
+        positions = torch.randint(flat.numel(), (SAMPLED_ELEMENTS,), generator=generator, device="cpu")
         flat = flat[positions.to(flat.device)]
     return flat.to("cpu", copy=True)
 

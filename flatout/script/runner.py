@@ -8,8 +8,10 @@ describes what happens when the script fails under them.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -25,10 +27,12 @@ from flatout.script.batch_count import BatchCount
 from flatout.script.describe import NOT_AS_NOW, observe
 from flatout.script.device_calls import device_name
 from flatout.script.epochs import EpochStarts
+from flatout.script.growth import Growth, steady_growth
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch
-from flatout.script.run_record import RunRecord
-from flatout.script.step_look import StepLook
+from flatout.script.spans import StepRow
+from flatout.script.step_look import TOO_SHORT, StepLook, StepSeen
+from flatout.script.step_memory import MemorySample
 from flatout.script.watch import Watch
 from flatout.signals import raised_by_handler
 from flatout.timing import Load, LoadWatch
@@ -47,6 +51,106 @@ QUICK_STEP_SECONDS = 2e-3
 QUICK_WINDOW_STEPS = 10
 BOUNDARY_SECONDS, MOST_STEPS_A_BOUNDARY = 50e-3, 256
 """Quick steps are timed several at a time, for about this long: a boundary costs 20 to 100 us with cold caches."""
+MOST_SAMPLES = 4096
+MOST_ROWS = 400
+PAUSE_STEPS, PAUSE_SHARE = 2.0, 0.5
+"""What exceeds the usual time by two steps and half of it is a pause, not variation between steps."""
+LITTLE_LEFT_SHARE = 0.03
+"""Share of the host's memory, or of the cgroup's limit, where the kernel soon kills the process."""
+
+
+@dataclass
+class RunRecord:
+    """What is recorded of a run, however long; read for its states while it runs, and for the summary.
+
+    Step times are sampled evenly: when the list is full, every other one is dropped and from then on half as many are
+    added. A run of a million steps needs as much memory as one of five thousand.
+    """
+
+    steps: int = 0
+    """Training steps, corrected in hindsight; the first is not timed."""
+    timed: int = 0
+    samples: list[float] = field(default_factory=list)
+    stride: int = 1
+    rows: list[StepRow] = field(default_factory=list)
+    recent_seconds: float | None = None
+    pauses: int = 0
+    pause_seconds: float = 0.0
+    """Between two steps, beyond what a step usually takes: evaluation, checkpoints, plots."""
+    first_step_at: float | None = None
+    last_step_at: float | None = None
+    """On the clock of time.perf_counter(); the ends of steps."""
+    resident: list[tuple[float, int, int]] = field(default_factory=list)
+    """(clock, step, resident bytes), thinned like the samples."""
+    memory: list[MemorySample] = field(default_factory=list)
+    """Single steps, one after each window, thinned like the samples."""
+    flops_per_step: float | None = None
+    flops_reason: str = TOO_SHORT
+    """Why the arithmetic of a step is not known."""
+
+    nearly_out: tuple[int, int, int] | None = None
+    """(step, available bytes, bytes in all) when hardly any of the host's memory was left for the first time."""
+
+    def add_steps(self, seconds: float, steps: int) -> None:
+        """Add steps that took this long together; their average is kept."""
+        self.timed += 1
+        usual, each = self.recent_seconds, seconds / steps
+        if usual:
+            beyond = seconds - steps * usual
+            if beyond > (PAUSE_STEPS + PAUSE_SHARE * steps) * usual:
+                self.pauses += 1
+                self.pause_seconds += beyond
+            self.recent_seconds = 0.95 * usual + 0.05 * min(each, (1 + PAUSE_STEPS) * usual)
+        else:
+            self.recent_seconds = each
+        if self.timed % self.stride == 0:
+            self.samples.append(each)
+            if len(self.samples) >= MOST_SAMPLES:
+                self.samples = self.samples[1::2]  # what the new stride would have kept
+                self.stride *= 2
+
+    def mark_step(self, now: float) -> None:
+        """A step has ended at this time of time.perf_counter()."""
+        if self.first_step_at is None:
+            self.first_step_at = now
+        self.last_step_at = now
+
+    def add_rows(self, rows: Sequence[StepRow]) -> None:
+        self.rows = (self.rows + list(rows))[-MOST_ROWS:]
+
+    def add_resident(self, resident_bytes: int, now: float) -> None:
+        self.resident.append((now, self.steps, resident_bytes))
+        if len(self.resident) >= MOST_SAMPLES:
+            self.resident = self.resident[::2]
+
+    def note_memory_left(self, available_bytes: int, total_bytes: int) -> bool:
+        """True the first time that hardly any is left."""
+        if self.nearly_out is not None or available_bytes >= LITTLE_LEFT_SHARE * total_bytes:
+            return False
+        self.nearly_out = self.steps, available_bytes, total_bytes
+        return True
+
+    def add_look(self, seen: StepSeen) -> None:
+        if self.flops_per_step is None:
+            self.flops_per_step, self.flops_reason = seen.flops, seen.reason
+        if seen.memory is None:
+            return
+        self.memory.append(seen.memory)
+        if len(self.memory) >= MOST_SAMPLES:
+            self.memory = self.memory[::2]
+
+    @property
+    def median_seconds(self) -> float | None:
+        return statistics.median(self.samples) if self.samples else None
+
+    def growth(self) -> Growth | None:
+        """By how much the process grows; None where that is not beyond its scatter, or too little was seen."""
+        return steady_growth(self.resident)
+
+
+def on_monotonic(clock: float | None) -> float | None:
+    """A reading of time.perf_counter() as one of time.monotonic(), which all processes share."""
+    return None if clock is None else clock - time.perf_counter() + time.monotonic()
 
 
 class Runner:
@@ -236,21 +340,14 @@ class Runner:
         if enough or now - self._window_began > WINDOW_LONGEST_SECONDS:
             self.record.add_rows(self.watch.close_window())
             self._next_window = now + WINDOW_EVERY_SECONDS
-            self._begin_look()
-
-    def _begin_look(self) -> None:
-        compiles = any(choice.lever.compiles for choice in self._choices)
-        self._look.begin(device_name(self.watch.subject), compiled=compiles)
-        self.watch.look = self._look
+            compiles = any(choice.lever.compiles for choice in self._choices)
+            self._look.begin(device_name(self.watch.subject), compiled=compiles)
+            self.watch.look = self._look
 
     def _end_look(self) -> None:
         self.watch.look = None
         self.record.add_look(self._look.end(self.record.steps))
-        self._suspend()
-
-    def _suspend(self) -> None:
-        """Where a lever wraps calls, this does nothing: the watch calls the lever."""
-        self.watch.suspend(self._steps_a_boundary())
+        self.watch.suspend(self._steps_a_boundary())  # nothing, where a lever wraps calls: the watch calls the lever
 
     def _steps_a_boundary(self) -> int:
         step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 SCHEDULERS = (
     "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "SequentialLR",
@@ -46,14 +47,14 @@ def unused_schedulers(trees: Mapping[str, ast.Module]) -> list[tuple[str, ast.Ca
 def _made(tree: ast.Module) -> Iterator[tuple[str | None, ast.Call]]:
     """(last part of the name, call); no name: the result is dropped."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and _makes_scheduler(node.value):
-            assert isinstance(node.value, ast.Call)
+        if not isinstance(node, ast.Expr | ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        if not _makes_scheduler(node.value):
+            continue
+        if isinstance(node, ast.Expr):
             yield None, node.value
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and _makes_scheduler(node.value):
-            assert isinstance(node.value, ast.Call)
-            name = last_part(node.targets[0])
-            if name:
-                yield name, node.value
+        elif len(node.targets) == 1 and (name := last_part(node.targets[0])):
+            yield name, node.value
 
 
 def optimizers_of(tree: ast.Module) -> dict[str, str]:
@@ -67,11 +68,10 @@ def _optimizer_given(call: ast.Call) -> str:
     return last_part(given[0]) if given else ""
 
 
-def _makes_scheduler(node: ast.expr) -> bool:
+def _makes_scheduler(call: ast.Call) -> bool:
     """A given last_epoch goes on from elsewhere."""
-    if not isinstance(node, ast.Call) or last_part(node.func) not in SCHEDULERS:
-        return False
-    return not any(one.arg in (None, "last_epoch") for one in node.keywords)
+    goes_on = any(one.arg in (None, "last_epoch") for one in call.keywords)
+    return last_part(call.func) in SCHEDULERS and not goes_on
 
 
 def _used_names(nodes: list[ast.AST]) -> set[str]:
@@ -127,7 +127,7 @@ def first_in_epochs(tree: ast.Module) -> Iterator[tuple[ast.stmt, ast.stmt]]:
     schedulers = {name for name, _ in _made(tree) if name}
     names, optimizers = _OptimizerSteps(tree), optimizers_of(tree)
     for node in ast.walk(tree):
-        if not isinstance(node, _LOOPS) or names.before(node):
+        if not isinstance(node, _LOOPS) or schedulers.isdisjoint(map(_stepped_name, node.body)) or names.before(node):
             continue
         early: tuple[str, ast.stmt] | None = None
         for statement in node.body:
@@ -151,25 +151,13 @@ class _OptimizerSteps:
         made = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1)
         self._optimizers = {last_part(node.targets[0]) for node in made if _is_of_torch_optim(node.value)}
 
-    def some(self, node: ast.AST, depth: int = 3) -> bool:
+    def some(self, node: ast.AST) -> bool:
         """Does it step an optimizer, itself or in a function of the file that it calls?"""
-        for one in ast.walk(node):
-            if not isinstance(one, ast.Call):
-                continue
-            function = self._functions.get(last_part(one.func))
-            if self._is_step(one) or (function is not None and depth and self.some(function, depth - 1)):
-                return True
-        return False
+        return any(self._is_step(one) for one in self._reached(node))
 
-    def many(self, statement: ast.stmt, depth: int = 3) -> bool:
+    def many(self, statement: ast.stmt) -> bool:
         """Does it so in a loop?"""
-        for one in ast.walk(statement):
-            if isinstance(one, _LOOPS) and self.some(one):
-                return True
-            function = self._functions.get(last_part(one.func)) if isinstance(one, ast.Call) and depth else None
-            if function is not None and any(self.many(inner, depth - 1) for inner in function.body):
-                return True
-        return False
+        return any(isinstance(one, _LOOPS) and self.some(one) for one in self._reached(statement))
 
     def before(self, loop: ast.stmt) -> bool:
         """Has an optimizer stepped earlier in the same function, so that the loop is not the first that trains?"""
@@ -183,22 +171,24 @@ class _OptimizerSteps:
     def are_others(self, statement: ast.stmt, optimizer: str | None) -> bool:
         """Are the optimizers that step in it made in this file, and none of them this one? A function may call an
         optimizer that it is given by another name."""
-        stepped = self._names(statement)
+        stepped = {_optimizer_stepped(one) for one in self._reached(statement) if self._is_step(one)}
         return optimizer in self._optimizers and optimizer not in stepped and stepped <= self._optimizers
 
-    def _names(self, node: ast.AST, depth: int = 3) -> set[str]:
-        found: set[str] = set()
-        for one in ast.walk(node):
-            if isinstance(one, ast.Call):
-                function = self._functions.get(last_part(one.func))
-                found |= {_optimizer_stepped(one)} if self._is_step(one) else set()
-                found |= self._names(function, depth - 1) if function is not None and depth else set()
-        return found
+    def _reached(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What is in it, and in the functions of the file that it calls, up to three deep."""
+        inside: set[ast.AST] = {node}
+        seen: set[ast.AST] = set()
+        for _ in range(4):
+            found = [one for outer in inside for one in ast.walk(outer)]
+            yield from found
+            called = {self._functions.get(last_part(one.func)) for one in found if isinstance(one, ast.Call)}
+            seen |= inside
+            inside = {one for one in called if one is not None and one not in seen}
 
-    def _is_step(self, call: ast.Call) -> bool:
-        if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+    def _is_step(self, node: ast.AST) -> TypeGuard[ast.Call]:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
             return False
-        owner = last_part(call.func.value)
+        owner = last_part(node.func.value)
         return owner in self._optimizers or any(part in owner.lower() for part in ("opt", "scaler"))
 
 

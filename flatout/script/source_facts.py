@@ -10,12 +10,12 @@ cleared, whether a loss is divided anywhere.
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from flatout.decoding import decode
 from flatout.script.behaviour_seen import SourceLine
 from flatout.script.layer_source import layer_of_torch
 from flatout.script.scheduler_source import first_in_epochs, optimizers_of, unused_schedulers
@@ -32,6 +32,7 @@ DISK = (
     "savetxt", "to_csv", "writerow", "write_text", "write_bytes", "read_text", "read_bytes", "save_file", "np.save",
     "numpy.save", "np.load", "numpy.load", "save_checkpoint", "copyfile", "read", "readline",
 )  # fmt: skip
+SHRINKING = ("clear", "pop", "popleft", "popitem", "remove")
 NUMBERS = ("item", "tolist", "float", "int", "len", "round", "time", "perf_counter", "str", "format")
 """Calls that return no tensor."""
 Kind = Literal["plotting", "logging", "disk", "script"]
@@ -115,19 +116,17 @@ class SourceFacts:
     """Attributes that are assigned: ('torch.backends.cudnn.benchmark', line)."""
     names: tuple[str, ...] = ()
     """All names in the files, lower case."""
-    unreadable: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> SourceFacts:
         """texts: name of each file -> its source."""
-        readers, unreadable = [], []
+        by_name: dict[str, _Reader] = {}
         for name, text in texts.items():
-            try:
-                readers.append(_Reader(name, text))
-            except (SyntaxError, ValueError, RecursionError):
-                unreadable.append(name)
-        by_name = {reader.name: reader for reader in readers}
-        unused = unused_schedulers({name: reader.tree for name, reader in by_name.items()}) if not unreadable else []
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                by_name[name] = _Reader(name, text)
+        readers = by_name.values()
+        all_read = len(by_name) == len(texts)
+        unused = unused_schedulers({name: reader.tree for name, reader in by_name.items()}) if all_read else []
         return cls(
             files=tuple(texts),
             calls=tuple(one for reader in readers for one in reader.calls()),
@@ -143,7 +142,6 @@ class SourceFacts:
             loss_divided=tuple(one for reader in readers for one in reader.loss_divided()),
             settings=tuple(one for reader in readers for one in reader.settings()),
             names=tuple(sorted({name.lower() for reader in readers for name in reader.names()})),
-            unreadable=tuple(unreadable),
         )
 
     def calling(self, *names: str, in_training_loop: bool = False) -> tuple[CallFact, ...]:
@@ -183,13 +181,6 @@ class SourceFacts:
             if one.name in DISK or one.last in DISK or one.name.endswith(DISK[1:3]):
                 return "disk"
         return "script"
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: object) -> SourceFacts:
-        return decode(cls, data)
 
 
 def read_source(files: Iterable[str], folder: str) -> SourceFacts:
@@ -243,9 +234,7 @@ class _Reader:
         self._optimizer_of = optimizers_of(self.tree)
         steppers = {_stepper(node) for node in self._calls}
         self._optimizers_stepped = {name for name in steppers if name and not _is_schedulers_name(name)}
-        self._repeated = {
-            _dotted(node.func).rpartition(".")[2] for node in self._calls if self._innermost(node, _LOOPS) is not None
-        }
+        self._repeated = {_last(node.func) for node in self._calls if self._innermost(node, _LOOPS) is not None}
         """Functions that are called in some loop."""
         self._counters = self._names_that_count()
         self._assigned: dict[str, list[ast.expr]] = {}
@@ -292,35 +281,28 @@ class _Reader:
                 in_training_loop=self._is_in_training(node) or getattr(function, "name", None) in self._called,
                 guarded=self._is_guarded(node, loop),
                 repeats=self._repeats(node),
-                options={key: _plain(value) for key, value in options.items()} or None,
+                options=options or None,
                 arguments=tuple(_written(one)[:80] for one in node.args[:4]),
             )
 
     def kept(self) -> Iterator[KeptFact]:
         """Values that hold a graph, as far as names tell, kept in the loop that trains."""
         for node in self._order:
-            stored = _stored(node)
-            if stored is not None and self._runs_in_training(node):
-                container, value = stored
-                if not _is_plain_value(value):
-                    yield KeptFact(
-                        line=self.line(node),
-                        container=container,
-                        value=_written(value)[:80],
-                        bounded=self._is_bounded(container),
-                        detached=_is_detached(value),
-                    )
-            elif isinstance(node, ast.AugAssign | ast.Assign) and self._is_in_training(node):
-                summed = self._summed(node)
-                if summed is not None and not _is_plain_value(summed[1]):
-                    yield KeptFact(
-                        line=self.line(node),
-                        container=summed[0],
-                        value=_written(summed[1])[:80],
-                        bounded=self._is_reset_in(node, summed[0]),
-                        is_sum=True,
-                        detached=_is_detached(summed[1]),
-                    )
+            found = stored = _stored(node)
+            if stored is None and isinstance(node, ast.AugAssign | ast.Assign):
+                found = self._summed(node)
+            if found is None or _is_plain_value(found[1]):
+                continue
+            container, value = found
+            if self._is_in_training(node) if stored is None else self._runs_in_training(node):
+                yield KeptFact(
+                    line=self.line(node),
+                    container=container,
+                    value=_written(value)[:80],
+                    bounded=self._is_reset_in(node, container) if stored is None else self._is_bounded(container),
+                    is_sum=stored is None,
+                    detached=_is_detached(value),
+                )
 
     def _summed(self, node: ast.AugAssign | ast.Assign) -> tuple[str, ast.expr] | None:
         """(name, what is added) of `total += loss` and `total = total + loss`."""
@@ -335,19 +317,13 @@ class _Reader:
 
     def layers(self) -> Iterator[LayerFact]:
         for node in self._order:
-            if isinstance(node, ast.ClassDef):
-                forward = next(
-                    (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "forward"), None
-                )
-                torchs = "" if forward is None else layer_of_torch(node, forward)
-                if torchs:
-                    yield LayerFact(name=node.name, line=self.line(node), torchs=torchs)
+            if isinstance(node, ast.ClassDef) and (torchs := layer_of_torch(node)):
+                yield LayerFact(name=node.name, line=self.line(node), torchs=torchs)
 
     def scheduler_first(self) -> Iterator[tuple[SourceLine, SourceLine]]:
         for node in self._order:
-            for name in ("body", "orelse"):
-                block = getattr(node, name, None)
-                if isinstance(node, _LOOPS) and isinstance(block, list):
+            if isinstance(node, _LOOPS):
+                for block in (node.body, node.orelse):
                     yield from self._scheduler_first_in(block)
 
     def _scheduler_first_in(self, block: list[ast.stmt]) -> Iterator[tuple[SourceLine, SourceLine]]:
@@ -405,7 +381,7 @@ class _Reader:
         if isinstance(node, ast.AugAssign):
             return _is_rates_name(node.target)
         if isinstance(above, ast.Call):
-            return node in above.args[1:2] and _dotted(above.func).rpartition(".")[2][:1].isupper()
+            return node in above.args[1:2] and _last(above.func)[:1].isupper()
         if isinstance(above, ast.Assign):
             return any(map(_is_rates_name, above.targets))
         return isinstance(above, ast.keyword) and above.arg == "lr"
@@ -413,10 +389,7 @@ class _Reader:
     # where a node is
 
     def _innermost(self, node: ast.AST, kinds: tuple[type, ...]) -> ast.AST | None:
-        at = self._parents.get(node)
-        while at is not None and not isinstance(at, kinds):
-            at = self._parents.get(at)
-        return at
+        return next((one for one in self._around(node) if isinstance(one, kinds)), None)
 
     def _training_loops(self) -> set[ast.AST]:
         """Those around a backward pass or an optimizer's step, also where it is in a function that they call."""
@@ -431,15 +404,11 @@ class _Reader:
             name = getattr(around, "name", None)
             if name is not None and name not in functions:
                 functions.add(name)
-                todo += [one for one in self._calls if _dotted(one.func).rpartition(".")[2] == name]
+                todo += [one for one in self._calls if _last(one.func) == name]
         return loops
 
     def _functions_called_in_loops(self) -> set[str]:
-        return {
-            _dotted(node.func).rpartition(".")[2]
-            for node in self._calls
-            if any(loop in self._loops for loop in self._around(node))
-        }
+        return {_last(node.func) for node in self._calls if any(loop in self._loops for loop in self._around(node))}
 
     def _around(self, node: ast.AST) -> Iterator[ast.AST]:
         at = self._parents.get(node)
@@ -450,11 +419,11 @@ class _Reader:
     def _classes_called_in_loops(self) -> set[str]:
         """Of `features = Features(...)` and `features(x)` in the loop: 'Features'."""
         return {
-            _dotted(node.value.func).rpartition(".")[2]
+            _last(node.value.func)
             for node in self._order
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
             for target in node.targets
-            if _dotted(target).rpartition(".")[2] in self._called
+            if _last(target) in self._called
         }
 
     def _is_in_training(self, node: ast.AST) -> bool:
@@ -477,7 +446,7 @@ class _Reader:
         for node in self._calls:
             if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_hook"):
                 for one in node.args[:1]:
-                    hooks.add(_dotted(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2])
+                    hooks.add(_last(one.func if isinstance(one, ast.Call) else one))
         inner = (one for one in self._order if isinstance(one, ast.FunctionDef))
         return hooks | {one.name for one in inner if getattr(self._innermost(one, _FUNCTIONS), "name", "") in hooks}
 
@@ -507,7 +476,7 @@ class _Reader:
         }  # fmt: skip
         for node in self._order:
             if isinstance(node, ast.For) and isinstance(node.iter, ast.Call):
-                called = _dotted(node.iter.func).rpartition(".")[2]
+                called = _last(node.iter.func)
                 if called in ("range", "trange", "enumerate", "count"):
                     target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
                     counters.add(_dotted(target))
@@ -527,10 +496,7 @@ class _Reader:
         """Is there anything that makes it smaller, empties it, or limits it?"""
         for node in self._order:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if (
-                    node.func.attr in ("clear", "pop", "popleft", "popitem", "remove")
-                    and _name(node.func.value) == container
-                ):
+                if node.func.attr in SHRINKING and _name(node.func.value) == container:
                     return True
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -586,6 +552,11 @@ def _name(node: ast.expr) -> str:
     return _dotted(node)
 
 
+def _last(node: ast.AST) -> str:
+    """'step' of `self.optimizer.step`."""
+    return _dotted(node).rpartition(".")[2]
+
+
 def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
@@ -596,21 +567,17 @@ def _dotted(node: ast.AST) -> str:
     return "[]" if isinstance(node, ast.Subscript) else "?"
 
 
-def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | float | bool) or value is None else repr(value)
-
-
 def _stepper(call: ast.AST) -> str | None:
     """'scheduler' of `scheduler.step()`, whatever its arguments, and 'optimizer' of `scaler.step(optimizer)`; None for
     what is neither a scheduler nor an optimizer, by its name."""
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return None
-    owner = _dotted(call.func.value).rpartition(".")[2]
+    owner = _last(call.func.value)
     if _is_schedulers_name(owner) or "opt" in owner.lower():
         return owner
     if "scaler" not in owner.lower():
         return None
-    return _dotted(call.args[0]).rpartition(".")[2] if call.args else "optimizer"
+    return _last(call.args[0]) if call.args else "optimizer"
 
 
 def _is_schedulers_name(name: str) -> bool:
@@ -625,7 +592,7 @@ def _is_loss(node: ast.AST) -> bool:
 def _is_given_gradient(node: ast.Call) -> bool:
     """`loss.backward(gradient=torch.tensor(1 / 4))`: what the loss is multiplied with, unless it is all ones."""
     assert isinstance(node.func, ast.Attribute)
-    if node.func.attr != "backward" or _dotted(node.func.value).rpartition(".")[2] == "autograd":
+    if node.func.attr != "backward" or _last(node.func.value) == "autograd":
         return False
     given = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "gradient")]
     ones = [one for one in given if isinstance(one, ast.Call) and "ones" in _dotted(one.func)]
@@ -656,11 +623,11 @@ def _is_plain_value(node: ast.expr) -> bool:
         plain = [one for one in node.elts if _is_plain_value(one)]
         return len(plain) == len(node.elts) or any(isinstance(one, ast.Call) for one in plain)
     if isinstance(node, ast.Call):
-        return _dotted(node.func).rpartition(".")[2] in NUMBERS
+        return _last(node.func) in NUMBERS
     return True
 
 
 def _is_detached(node: ast.expr) -> bool:
     """Is it taken out of its graph, or made where there is none?"""
-    called = [_dotted(one.func).rpartition(".")[2] for one in ast.walk(node) if isinstance(one, ast.Call)]
+    called = [_last(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)]
     return any(name in ("detach", "numpy", "rand", "randn", "zeros", "ones", "empty", "tensor") for name in called)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flatout.machine.device import Device, Mark
-from flatout.tracebacks import leave_no_frame
 
 Reading = float | Mark | None
 """Of the host's clock, or a mark of the device; None: none could be made."""
@@ -132,23 +131,3 @@ class Spans:
         return StepRow(
             seconds=seconds, parts=parts, backwards=row.backwards, page_faults=row.page_faults, step=row.step
         )
-
-
-def in_span(
-    original: Callable[..., object], enter: Callable[[], Span | None], leave: Callable[[Span], None]
-) -> Callable[..., object]:
-    """`original`, each call of which is a span; as it is where `enter` opens none."""
-
-    def call(*args: object, **kwargs: object) -> object:
-        span = enter()
-        if span is None:
-            return original(*args, **kwargs)
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            leave_no_frame(error)
-            raise
-        finally:
-            leave(span)
-
-    return call

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
-from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.own_modules import own_imports
 from flatout.script.step_memory import MemorySample, known_tensors
+from flatout.torch_private.compiler import compile_was_asked_for
+from flatout.torch_private.late import dispatch
 
 if TYPE_CHECKING:
     from flatout.script.step_listener import StepListener
@@ -38,16 +40,6 @@ class StepSeen:
     memory: MemorySample | None
     flops: float | None
     reason: str = ""
-
-
-class Look(Protocol):
-    """Runs the parts of a step that is inspected."""
-
-    def forward(self, call: Callable[[], T], inputs: object) -> T:
-        """Run `call`; inputs: those of the outermost module."""
-
-    def around_backward(self, run: Callable[..., T]) -> Callable[..., T]:
-        """`run`, inspected."""
 
 
 class StepLook:
@@ -74,21 +66,25 @@ class StepLook:
                 self._listener.hold(known_tensors(self._subject))
 
     def forward(self, call: Callable[[], T], inputs: object) -> T:
+        """Run `call`; inputs: those of the outermost module."""
         listener = self._free_listener()
         if listener is None:
             return call()
         self._forwards += 1
-        listener.hold_inputs(inputs)
-        with listener.listening():
+        listener.hold(tensor for _, tensor in tensors_in(inputs))
+        listener.in_backward = False
+        with listener:
             return call()
 
     def around_backward(self, run: Callable[..., T]) -> Callable[..., T]:
+        """`run`, inspected."""
         listener = self._free_listener()
         if listener is None:
             return run
 
         def backward(*args: object, **kwargs: object) -> T:
-            with listener.listening(backward=True):
+            listener.in_backward = True
+            with listener:
                 return run(*args, **kwargs)
 
         return backward
@@ -97,7 +93,7 @@ class StepLook:
         """None where nothing may listen."""
         if self._listener is not None and compile_was_asked_for():
             self._reason = COMPILED
-        elif self._listener is not None and self._listener.others_listen():
+        elif self._listener is not None and dispatch().current_dispatch_mode() is not None:
             self._reason = OTHER_MODE
         if self._reason:
             self._listener = None
@@ -115,7 +111,7 @@ class StepLook:
             return StepSeen(memory=self._allocators(step), flops=None, reason=self._reason or TOO_SHORT)
         listener.hold(known_tensors(self._subject))
         memory = listener.memory(step) if self._device == "cpu" else self._allocators(step)
-        return StepSeen(memory=memory, flops=listener.flops)
+        return StepSeen(memory=memory, flops=listener.count.flops)
 
     def _allocators(self, step: int) -> MemorySample | None:
         return None if self._device == "cpu" else MemorySample.of_cuda(step, self._device)

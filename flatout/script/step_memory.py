@@ -7,7 +7,7 @@ tensors' storages are followed: in a trial through the whole step, in a run as `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,49 +43,36 @@ class MemorySample:
             reserved_bytes=torch.cuda.memory_reserved(device),
         )
 
+    @classmethod
+    def of_tracker(cls, step: int, tracker: Tracker) -> MemorySample | None:
+        """What was followed on the CPU; None where that failed."""
+        if tracker.fault is not None:
+            return None
+        return cls(step=step, peak_bytes=tracker.peak_bytes, held_bytes=tracker.held_bytes)
+
     @property
     def fragmentation(self) -> float | None:
         """CUDA: the share of reserved memory that holds no tensor."""
         return None if not self.reserved_bytes else 1 - self.held_bytes / self.reserved_bytes
 
 
-class StepMemory:
-    """In a trial: `begin` at a step's start, `end` at its end."""
+def follow_memory(subject: Subject, device: str) -> Callable[[int], MemorySample | None]:
+    """In a trial, at a step's start; call the result at its end, with the step's number. It gives None where the step
+    could not be measured. device: 'cpu' or 'cuda:0', where the weights are."""
+    if device != "cpu":
+        return lambda step: MemorySample.of_cuda(step, device)
+    from flatout.memory.tracking import Tracker
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._stack: contextlib.ExitStack | None = None
-        self._tracker: Tracker | None = None
-        self._device = "cpu"
+    following = contextlib.ExitStack()
+    tracker = following.enter_context(Tracker(attributed=False, guarded=True))
+    tracker.hold(known_tensors(subject), "weights")
+    tracker.reset_peak()
 
-    @property
-    def under_way(self) -> bool:
-        return self._stack is not None
+    def finish(step: int) -> MemorySample | None:
+        following.close()
+        return MemorySample.of_tracker(step, tracker)
 
-    def begin(self, device: str) -> None:
-        """device: 'cpu' or 'cuda:0', where the weights are."""
-        self._stack = contextlib.ExitStack()
-        self._tracker = None
-        self._device = device
-        if device == "cpu":
-            from flatout.memory.tracking import Tracker
-
-            self._tracker = self._stack.enter_context(Tracker(attributed=False, guarded=True))
-            self._tracker.hold(known_tensors(self._subject), "weights")
-            self._tracker.reset_peak()
-
-    def end(self, step: int) -> MemorySample | None:
-        """None where it could not be measured."""
-        if self._stack is None:
-            return None
-        self._stack.close()
-        self._stack = None
-        if self._tracker is not None:
-            tracker, self._tracker = self._tracker, None
-            if tracker.fault is not None:
-                return None
-            return MemorySample(step=step, peak_bytes=tracker.peak_bytes, held_bytes=tracker.held_bytes)
-        return MemorySample.of_cuda(step, self._device)
+    return finish
 
 
 def known_tensors(subject: Subject) -> Iterator[Tensor]:

@@ -57,10 +57,7 @@ class StepFinder:
             self._counted[identity] = 0
             self._lead(identity)
         if identity == self.leader:
-            self._turns_without_leader = 0
-            self._leader_steps += 1
-            self._counted[identity] += 1
-            self.steps += 1
+            self.leader_passed(1)
             return True
         self._turns_without_leader += 1
         if self._turns_without_leader > PATIENCE_TURNS:
@@ -89,8 +86,12 @@ class StepFinder:
             self.leader = None
 
     def leader_passed(self, steps: int) -> None:
-        """The leader made this many more steps, unreported, since its last one."""
+        """The leader made this many more steps since its last one that was reported."""
         self.steps += steps
+        if steps and self.leader is not None:
+            self._turns_without_leader = 0
+            self._leader_steps += steps
+            self._counted[self.leader] += steps
 
     def _lead(self, identity: int) -> None:
         self.leader, self._leader_steps, self._turns_without_leader = identity, 0, 0

@@ -6,6 +6,7 @@ trains on a GPU, these calls and those that read a value are also noted while th
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -14,16 +15,14 @@ from typing import TYPE_CHECKING
 
 from flatout.script.behaviour_seen import CallSeen
 from flatout.script.device_calls import ASKING
-from flatout.script.patches import Patches
+from flatout.script.patches import Patches, around
 from flatout.script.places import Places
-from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONVERTING = ("to", "cuda", "float", "double", "half", "bfloat16", "long", "int", "type")
 MOST_REMEMBERED = 512
-Call = Callable[..., object]
 
 
 @dataclass
@@ -34,11 +33,12 @@ class _Sums:
 
 
 class TensorCalls:
-    """Between `start` and `stop`."""
+    """Between `start` and `stop`, in the thread in which it was made."""
 
     def __init__(self, places: Places, guard: Callable[[Callable[[], None]], None]) -> None:
         self._places, self._guard = places, guard
         self._patches = Patches()
+        self._thread = threading.get_ident()
         self._sums: dict[tuple[str, tuple[str, int]], _Sums] = {}
         self._converted: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
         self._on = self._inside = self._on_gpu = False
@@ -53,64 +53,51 @@ class TensorCalls:
 
         self._on, self._on_gpu = True, on_gpu
         for name in CONVERTING:
-            self._patches.replace(torch.Tensor, name, self._wrapper(name))
+            self._patches.replace(torch.Tensor, name, self._converting(name))
         for name in (*ASKING, "__repr__") if on_gpu else ():
-            self._patches.replace(torch.Tensor, name, self._wrap_reading)
+            self._patches.replace(torch.Tensor, name, around(self._reads, self._has_read))
 
     def stop(self) -> None:
         self._on = False
         self._patches.undo()
         self._converted.clear()
 
-    def _wrapper(self, name: str) -> Callable[[Call], Call]:
-        return lambda original: self._wrap(original, name)
+    def _listens(self) -> bool:
+        return self._on and not self.own and threading.get_ident() == self._thread
 
-    def _wrap(self, original: Call, name: str) -> Call:
-        def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
-            if not self._on or self._inside or self.own:
-                return original(tensor, *args, **kwargs)
-            self._inside, began = True, time.perf_counter()
-            waited, self.waiting = self.waiting, self._on_gpu
-            try:
-                result = original(tensor, *args, **kwargs)
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
-            finally:
-                self._inside, self.waiting = False, waited
+    def _converting(self, name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+        def begins(tensor: Tensor, *_: object, **__: object) -> tuple[Tensor, float, bool] | None:
+            if self._inside or not self._listens():
+                return None
+            began = tensor, time.perf_counter(), self.waiting
+            self._inside, self.waiting = True, self._on_gpu
+            return began
+
+        def ended(begun: tuple[Tensor, float, bool], result: object) -> None:
+            tensor, began, waited = begun
             seconds = time.perf_counter() - began
+            self._inside, self.waiting = False, waited
             if result is not tensor:
                 self._guard(lambda: self._note_conversion(name, tensor, result, seconds))
-            return result
 
-        return call
+        return around(begins, ended)
 
-    def _wrap_reading(self, original: Call) -> Call:
-        """Of a method that returns a value, or prints it."""
+    def _reads(self, *_: object, **__: object) -> tuple[bool] | None:
+        """A method that returns a value, or prints it, begins."""
+        if not self._listens():
+            return None
+        waited, self.waiting = self.waiting, True
+        return (waited,)
 
-        def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
-            if not self._on or self.own:
-                return original(tensor, *args, **kwargs)
-            waited, self.waiting = self.waiting, True
-            try:
-                return original(tensor, *args, **kwargs)
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
-            finally:
-                self.waiting = waited
-
-        return call
-
-    def _at(self, name: str) -> _Sums:
-        return self._sums.setdefault((name, self._places.here(3)), _Sums())
+    def _has_read(self, begun: tuple[bool], result: object) -> None:
+        (self.waiting,) = begun
 
     def _note_conversion(self, name: str, tensor: Tensor, result: object, seconds: float) -> None:
         from torch import Tensor
 
         if not isinstance(result, Tensor) or tensor.requires_grad:
             return  # a part of the computation
-        sums = self._at(name)
+        sums = self._sums.setdefault((name, self._places.here()), _Sums())
         sums.calls += 1
         sums.seconds += seconds
         if tensor.is_inference():
@@ -126,12 +113,6 @@ class TensorCalls:
 
     def found(self) -> tuple[CallSeen, ...]:
         return tuple(
-            CallSeen(
-                method=method,
-                line=self._places.line(place),
-                calls=one.calls,
-                seconds=one.seconds,
-                repeated=one.repeated,
-            )
+            CallSeen(method=method, line=self._places.line(place), **vars(one))
             for (method, place), one in self._sums.items()
         )

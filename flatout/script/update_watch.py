@@ -10,6 +10,7 @@ and a fault is a fault only where the same order comes back step after step.
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
 from collections import Counter
@@ -29,18 +30,16 @@ from flatout.script.behaviour_seen import (
 )
 from flatout.script.gradient_watch import GradientWatch, parameters_in
 from flatout.script.loss_graph import end_of_graph, numbers_of, parameters_of, takes_softmax_twice
-from flatout.script.patches import Patches, noting
+from flatout.script.patches import Patches, around, noting
 from flatout.script.places import Places
 from flatout.script.step_hooks import StepHook
 from flatout.torch_private.attributes import TOTAL_NORM
-from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.amp.grad_scaler import GradScaler
     from torch.optim import Optimizer
 
-Call = Callable[..., object]
 Place = tuple[str, int]
 MOST_EVENTS = 8192
 MOST_CALLERS = 64
@@ -121,13 +120,14 @@ class _OptimizerState:
 
 
 class UpdateWatch:
-    """Between `start` and `stop`. `guard` runs a function of ours such that none of its errors reach the script."""
+    """Between `start` and `stop`, in the thread in which it was made. `guard` runs a function of ours such that none of
+    its errors reach the script."""
 
-    def __init__(self, places: Places, guard: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, places: Places, guard: Callable[[Callable[[], object]], None]) -> None:
         self._places, self._guard = places, guard
         self._patches = Patches()
-        self._on = False
-        self._subject: Subject | None = None
+        self._on, self._thread = False, threading.get_ident()
+        self._subject = Subject()
         self._first_event = 0
         self._events: list[Event] = []
         self._states: dict[int, _OptimizerState] = {}
@@ -139,7 +139,7 @@ class UpdateWatch:
         self._pending_loss: float | None = None
         self._broadcast: dict[tuple[Place, tuple[str, str]], int] = {}
         self.gradients = GradientWatch()
-        self._stepping: StepHook | None = None
+        self._stepping = StepHook({}, self._before_step)
         """Before steps alone: torch must not find one more hook, or one less, while it calls those after a step, and
         a window begins and ends there."""
         self._zero_seconds = 0.0
@@ -165,10 +165,10 @@ class UpdateWatch:
         self._stepping = StepHook(OPTIMIZER_PRE_HOOKS, self._before_step)
         self._stepping.add()
         replace = self._patches.replace
-        replace(torch.autograd, "backward", self._wrap_backward)
+        replace(torch.autograd, "backward", around(self._backward_begins, lambda *_: self.on_backward(False)))
         replace(torch.autograd, "grad", noting(self._note_grad))
         for owner in (torch.optim.Optimizer, torch.nn.Module):
-            replace(owner, "zero_grad", self._wrap_zero)
+            replace(owner, "zero_grad", around(self._zero_begins, self._zeroed))
         if hasattr(clip_grad, TOTAL_NORM):
             replace(clip_grad, TOTAL_NORM, noting(self._note_clip_of_gradients))
         else:
@@ -180,13 +180,12 @@ class UpdateWatch:
         replace(scaler, "scale", noting(self._note_scale))
         replace(scaler, "unscale_", noting(self._note_unscale))
         for schedule in _with_own_step([LRScheduler, ReduceLROnPlateau]):
-            replace(schedule, "step", self._wrap_schedule)
+            replace(schedule, "step", around(self._schedule_begins, self._scheduled))
 
     def stop(self) -> None:
         self._on = False
         self._patches.undo()
-        if self._stepping is not None:
-            self._stepping.remove()
+        self._stepping.remove()
         for state in self._states.values():
             for remove in state.removes:
                 remove()
@@ -201,8 +200,11 @@ class UpdateWatch:
 
     # what the script calls
 
-    def _here(self, kind: str, about: Iterable[int] = (), depth: int = 4) -> Place:
-        place = self._places.here(depth)
+    def _listens(self) -> bool:
+        return self._on and threading.get_ident() == self._thread
+
+    def _here(self, kind: str, about: Iterable[int] = ()) -> Place:
+        place = self._places.here()
         self._events.append(Event(kind, place, frozenset(about)))
         if len(self._events) > MOST_EVENTS:
             dropped = MOST_EVENTS // 2
@@ -210,23 +212,14 @@ class UpdateWatch:
             self._first_event += dropped
         return place
 
-    def _wrap_backward(self, original: Call) -> Call:
-        def backward(*args: object, **kwargs: object) -> object:
-            if not self._on:
-                return original(*args, **kwargs)
-            place = self._here("backward", depth=2)
-            callers = self._places.callers(2)
-            self._guard(lambda: self._note_backward(place, callers, args, kwargs))
-            self.on_backward(True)
-            try:
-                return original(*args, **kwargs)
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
-            finally:
-                self.on_backward(False)
-
-        return backward
+    def _backward_begins(self, *args: object, **kwargs: object) -> bool | None:
+        if not self._listens():
+            return None
+        place = self._here("backward")
+        callers = self._places.callers()
+        self._guard(lambda: self._note_backward(place, callers, args, kwargs))
+        self.on_backward(True)
+        return True
 
     def _note_backward(
         self, place: Place, callers: tuple[Place, ...], args: Sequence[object], kwargs: dict[str, object]
@@ -247,7 +240,7 @@ class UpdateWatch:
         found.scaled += scaled
         if reduction:
             found.reductions[reduction] += 1
-        if root.numel() == 1:
+        if root.numel() == 1 and not root.is_complex():
             values = self._losses.setdefault(place, [])
             if len(values) < MOST_LOSSES:
                 pending, self._pending_loss = self._pending_loss, None
@@ -264,11 +257,7 @@ class UpdateWatch:
         wanted = bool(retain) and not create
         if not wanted and not self._retained:
             return
-        numbers = numbers_of(root)
-        for one in self._retained:
-            if not one.needed and (numbers is None or not one.numbers.isdisjoint(numbers)):
-                one.needed = True
-                self._backwards[one.place].needed += 1
+        numbers = self._note_needed(root)
         if wanted:
             self._backwards[place].retained += 1
             if numbers is None:  # too large to compare
@@ -279,47 +268,40 @@ class UpdateWatch:
     def _keep(self, one: _Retained) -> bool:
         return not one.needed and self.steps - one.step <= KEPT_STEPS
 
+    def _note_needed(self, root: Tensor) -> frozenset[int] | None:
+        """Which retained graphs a pass from here uses again. Returns the numbers of its own."""
+        numbers = numbers_of(root)
+        for one in self._retained:
+            if not one.needed and (numbers is None or not one.numbers.isdisjoint(numbers)):
+                one.needed = True
+                self._backwards[one.place].needed += 1
+        return numbers
+
     def _note_grad(self, outputs: object = None, *args: object, **kwargs: object) -> None:
-        if not self._on or not self._retained:
-            return
+        from torch import Tensor
 
-        def note() -> None:
-            from torch import Tensor
+        root = outputs[0] if isinstance(outputs, list | tuple) and outputs else outputs
+        if self._retained and isinstance(root, Tensor) and self._listens():
+            self._guard(lambda: self._note_needed(root))
 
-            root = outputs[0] if isinstance(outputs, list | tuple) and outputs else outputs
-            if isinstance(root, Tensor):
-                numbers = numbers_of(root)
-                for one in self._retained:
-                    if not one.needed and (numbers is None or not one.numbers.isdisjoint(numbers)):
-                        one.needed = True
-                        self._backwards[one.place].needed += 1
+    def _zero_begins(self, *args: object, **kwargs: object) -> tuple[float, bool] | None:
+        if self._zeroing or not self._listens():  # Module.zero_grad of a wrapper may call another
+            return None
+        self._zeroing = True
+        return time.perf_counter(), not kwargs.get("set_to_none", args[1] if len(args) > 1 else True)
 
-        self._guard(note)
-
-    def _wrap_zero(self, original: Call) -> Call:
-        def zero_grad(*args: object, **kwargs: object) -> object:
-            if not self._on or self._zeroing:  # Module.zero_grad of a wrapper may call another
-                return original(*args, **kwargs)
-            self._zeroing, began = True, time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
-            finally:
-                self._zeroing = False
-                self._zero_seconds += time.perf_counter() - began
-                self.zero_place = self._here("zero", depth=2)
-                to_none = kwargs.get("set_to_none", args[1] if len(args) > 1 else True)
-                self.zero_fills = bool(self.zero_fills) or not to_none
-                for state in self._states.values():  # another optimizer's, or a part of the model: not all of them
-                    followed = [one for reference in state.followed if (one := reference()) is not None]
-                    state.cleared |= bool(followed) and all(one.grad is None for one in followed)
-
-        return zero_grad
+    def _zeroed(self, begun: tuple[float, bool], result: object) -> None:
+        began, fills = begun
+        self._zeroing = False
+        self._zero_seconds += time.perf_counter() - began
+        self.zero_place = self._here("zero")
+        self.zero_fills = bool(self.zero_fills) or fills
+        for state in self._states.values():  # another optimizer's, or a part of the model: not all of them
+            followed = [one for reference in state.followed if (one := reference()) is not None]
+            state.cleared |= bool(followed) and all(one.grad is None for one in followed)
 
     def _note_clip_of_gradients(self, tensors: object = None, *args: object, **kwargs: object) -> None:
-        if self._on:
+        if self._listens():
             gradients = {id(one) for one in tensors} if isinstance(tensors, list | tuple) else set()
             about = {
                 id(one)
@@ -330,7 +312,7 @@ class UpdateWatch:
             self._here("clip", about)
 
     def _note_clip_of_parameters(self, *args: object, **kwargs: object) -> None:
-        if self._on:
+        if self._listens():
             self._here("clip")
 
     def _note_loss_by_element(self, *args: object, **kwargs: object) -> None:
@@ -339,12 +321,12 @@ class UpdateWatch:
 
         predictions = args[0] if args else kwargs.get("input")
         targets = args[1] if len(args) > 1 else kwargs.get("target")
-        if not self._on or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._listens():
             return
         if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
             return
         if predictions.shape != targets.shape and not _pairs_are_meant(predictions, targets, kwargs.get("reduction")):
-            place = self._places.here(3)
+            place = self._places.here()
             self._guard(lambda: self._note_broadcast(place, predictions.shape, targets.shape))
 
     def _note_broadcast(self, place: Place, predictions: Sequence[int], targets: Sequence[int]) -> None:
@@ -366,7 +348,7 @@ class UpdateWatch:
         )
 
     def _note_scale(self, scaler: GradScaler, outputs: object = None, *args: object, **kwargs: object) -> None:
-        if not self._on or not scaler.is_enabled():
+        if not scaler.is_enabled() or not self._listens():
             return
         self.scaler = True
         self._here("scale")
@@ -380,38 +362,29 @@ class UpdateWatch:
         self._guard(note)
 
     def _note_unscale(self, scaler: GradScaler, optimizer: object = None, *args: object, **kwargs: object) -> None:
-        if self._on and scaler.is_enabled():
+        if scaler.is_enabled() and self._listens():
             self._here("unscale", [id(optimizer)])
 
-    def _wrap_schedule(self, original: Call) -> Call:
-        def step(scheduler: object, *args: object, **kwargs: object) -> object:
-            if not self._on or self._scheduling:  # one of another one, or of its base class
-                return original(scheduler, *args, **kwargs)
-            self._scheduling = True
-            try:
-                self._note_schedule(scheduler)
-                return original(scheduler, *args, **kwargs)
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
-            finally:
-                self._scheduling = False
-
-        return step
-
-    def _note_schedule(self, scheduler: object) -> None:
+    def _schedule_begins(self, scheduler: object, *_: object, **__: object) -> bool | None:
+        if self._scheduling or not self._listens():  # one of another one, or of its base class
+            return None
+        self._scheduling = True
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is not None:
             place = self._here("schedule", [id(optimizer)])
             self._schedules.setdefault(place, _Schedule()).calls += 1
+        return True
+
+    def _scheduled(self, begun: bool, result: object) -> None:
+        self._scheduling = False
 
     # around an optimizer's step
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         import torch
 
-        if self._on and not torch.compiler.is_compiling():
-            place = self._places.here(2)
+        if not torch.compiler.is_compiling() and self._listens():
+            place = self._places.here()
             by_closure = _has_closure(args, kwargs)
             self._guard(lambda: self._judge(optimizer, place, by_closure=by_closure))
             self.on_step()
@@ -439,8 +412,7 @@ class UpdateWatch:
         state.steps += 1
         state.by_closure, state.stops_itself = by_closure, by_closure and bool(used) and _has_tolerance(optimizer)
         if state.steps <= EXAMINED_STEPS:
-            modules = self._subject.modules if self._subject is not None else ()
-            self.gradients.measure(modules, optimizer, state.parameters)
+            self.gradients.measure(self._subject.modules, optimizer, state.parameters)
         elif self.gradients.weights_move is False:  # as where a warm-up begins with a rate of 0
             self.gradients.sample(optimizer)
 
@@ -508,15 +480,7 @@ class UpdateWatch:
         )
 
     def clips(self) -> tuple[ClipSeen, ...]:
-        return tuple(
-            ClipSeen(
-                line=self._places.line(place),
-                steps=one.steps,
-                before_backward=one.before_backward,
-                before_unscale=one.before_unscale,
-            )
-            for place, one in self._clips.items()
-        )
+        return tuple(ClipSeen(line=self._places.line(place), **vars(one)) for place, one in self._clips.items())
 
     def schedulers(self, warned: bool) -> tuple[SchedulerSeen, ...]:
         return tuple(
@@ -541,13 +505,9 @@ class UpdateWatch:
 
     def updates(self, identity: int) -> bool:
         """Has an optimizer that holds parameters of the module with this id stepped?"""
-        stepped: set[int] = set()
-        for state in self._states.values():
-            stepped |= state.parameters
-        for module in self._subject.modules if self._subject is not None else ():
-            if id(module) == identity:
-                return any(id(one) in stepped for one in module.parameters())
-        return False
+        stepped = {one for state in self._states.values() for one in state.parameters}
+        modules = self._subject.modules
+        return any(id(one) in stepped for module in modules if id(module) == identity for one in module.parameters())
 
     @property
     def optimizer_lines(self) -> tuple[SourceLine, ...]:
@@ -558,14 +518,10 @@ class UpdateWatch:
         return tuple(one for state in self._states.values() if (one := state.optimizer()) is not None)
 
     @property
-    def accumulated_steps(self) -> int:
-        return max((state.accumulated for state in self._states.values()), default=0)
-
-    @property
-    def zeroed_steps(self) -> int:
-        """Of the optimizer with the most steps that accumulated."""
-        worst = max(self._states.values(), key=lambda state: state.accumulated, default=None)
-        return worst.zeroed if worst is not None else 0
+    def accumulated_and_zeroed(self) -> tuple[int, int]:
+        """Steps of the optimizer with the most that accumulated: (these, the others)."""
+        pairs = ((state.accumulated, state.zeroed) for state in self._states.values())
+        return max(pairs, key=lambda pair: pair[0], default=(0, 0))
 
     @property
     def stop_themselves(self) -> bool:

@@ -34,7 +34,6 @@ from flatout.levers.subject import BackwardWrapper, Handles, Subject
 from flatout.machine.heap_pieces import fill_freed_pieces
 from flatout.machine.process_memory import minor_faults
 from flatout.script.communication_calls import NOT_WATCHED, REPLACED, CommunicationCalls, not_seen_because
-from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
 from flatout.script.patches import ImportWatch, Patches, noting
 from flatout.script.spans import OpenRow, Reading, Span, Spans, StepRow, Timeline
@@ -42,7 +41,8 @@ from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
 from flatout.torch_private.attributes import LOADER_ITERATOR
-from flatout.torch_private.compiler import DYNAMO, frames_traced
+from flatout.torch_private.compiler import DYNAMO, compile_was_asked_for, frames_traced, never_compiled
+from flatout.torch_private.late import dispatch
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from flatout.script.step_look import Look
+    from flatout.script.step_look import StepLook
 
 STEPS_WITH_CLOSER_LOOK = 3
 OTHERS_THAT_RESUME = 64
@@ -89,15 +89,15 @@ class Watch:
         """Called when a loader that feeds training has made an iterator, with the loader and the time before."""
         self.at_batch: list[Callable[[DataLoader[object] | None, object], None]] = []
         """Called with each batch that a loader returns, and that loader; not while suspended."""
-        self.look: Look | None = None
+        self.look: StepLook | None = None
         """Inspects the current step more closely."""
         self.saw_autocast = False
         self.saw_scaler = False
         self.saw_create_graph = False
         self.gradients_zeroed: bool | None = None
         """Does the script's zero_grad fill gradients with zeros? None: not called yet."""
-        self.device_calls: DeviceCalls | None = None
-        self.communication_calls: CommunicationCalls | None = None
+        self.device_calls = DeviceCalls(self._enter_device_call, self._leave)
+        self.communication_calls = CommunicationCalls(self._enter_device_call, self._leave, self._enter_in_pass)
         self.communication_unknown_because = NOT_WATCHED
         """Why the last window does not tell how long the process waited for other ranks; '' where it does."""
         self._spans = Spans()
@@ -127,9 +127,9 @@ class Watch:
         self.boundary_every = 1
         """While suspended, one step in this many is a boundary."""
         self._passing = PassedSteps(self._optimizer_ends, lambda: False)
-        self._dynamo_watch: ImportWatch | None = None
-        self._step_starts: StepHook | None = None
-        self._step_ends: StepHook | None = None
+        self._dynamo_watch = ImportWatch({DYNAMO: self._dynamo_imported}, before={DYNAMO: self._patches.undo})
+        self._step_starts = StepHook({}, self._optimizer_starts)
+        self._step_ends = StepHook({}, self._passing.hook)
         self._in_backward = False
         self._compiling: Callable[[], bool] = lambda: False
         self._grad_enabled: Callable[[], bool] = lambda: True
@@ -159,7 +159,6 @@ class Watch:
         self._lasting_patches.replace(torch.utils.data.DataLoader, "__iter__", self._wrap_loader_iter)
         self._patch()
         if DYNAMO not in sys.modules:
-            self._dynamo_watch = ImportWatch({DYNAMO: self._dynamo_imported}, before={DYNAMO: self._patches.undo})
             self._dynamo_watch.install()
 
     def _dynamo_imported(self, dynamo: ModuleType) -> None:
@@ -174,7 +173,6 @@ class Watch:
 
         from flatout.torch_private.loading import BaseIterator
 
-        assert self._step_starts is not None
         self._step_starts.add()
         self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_pass(original, "tensors"))
         self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_pass(original, "outputs"))
@@ -187,19 +185,15 @@ class Watch:
     def uninstall(self) -> None:
         self.disable()
         self._patches.undo()
-        if self._step_starts is not None:
-            self._step_starts.remove()
+        self._step_starts.remove()
         self._lasting_patches.undo()
-        if self._dynamo_watch is not None:
-            self._dynamo_watch.remove()
-        if self._step_ends is not None:
-            self._step_ends.remove()
+        self._dynamo_watch.remove()
+        self._step_ends.remove()
 
     def _unpatch(self) -> None:
         if not compile_was_asked_for():  # its guards hold our wrappers: they stay, and pass calls through
             self._patches.undo()
-        if self._step_starts is not None:
-            self._step_starts.remove()
+        self._step_starts.remove()
 
     def suspend(self, boundary_every: int = 1) -> None:
         """Until `resume`, only count the leader's steps: for quick steps even a few microseconds matter.
@@ -222,7 +216,6 @@ class Watch:
         self.count_passed()
         if self._patches.are_reached if compile_was_asked_for() else self._patches.redo():
             self.suspended = False
-            assert self._step_starts is not None
             self._step_starts.add()
 
     def count_passed(self, *, leader_steps: bool = False) -> None:
@@ -237,9 +230,11 @@ class Watch:
     def _count_suspended(self, optimizer: Optimizer) -> None:
         if id(optimizer) != self.finder.leader:
             self._follow_to_its_end(optimizer)
-            if self._passing.note_other(id(optimizer)) > OTHERS_THAT_RESUME:  # another phase, with another optimizer
-                self.resume()
-            return
+            if not self.finder.leader_is_new:
+                if self._passing.note_other(id(optimizer)) > OTHERS_THAT_RESUME:  # another phase, another optimizer
+                    self.resume()
+                return
+            self.resume()  # this optimizer may be the one that ends the steps
         self.count_passed(leader_steps=True)
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
@@ -266,31 +261,20 @@ class Watch:
 
     def open_window(self) -> None:
         """From now on record a row with the parts of each step."""
-        device = device_of(self.subject)
+        name, device = device_name(self.subject), device_of(self.subject)
         self._spans = Spans(Timeline(None if device.kind == "cpu" else device))
         self.rows = []
         self._row_backwards = 0
-        if device_name(self.subject) != "cpu" and not compile_was_asked_for():
-            self.device_calls = self.device_calls or DeviceCalls(self._enter_device_call, self._leave_device_call)
+        if name != "cpu" and not compile_was_asked_for():
             self.device_calls.install(sys.modules["torch"])
-        self._open_communication()
+        self.communication_unknown_because = not_seen_because(self.subject, name)
+        if not self.communication_unknown_because and not self.communication_calls.install():
+            self.communication_unknown_because = REPLACED
         self._row_faults, self._row_start = minor_faults(), self._spans.timeline.mark()
 
-    def _open_communication(self) -> None:
-        self.communication_unknown_because = not_seen_because(self.subject, device_name(self.subject))
-        if self.communication_unknown_because:
-            return
-        if self.communication_calls is None:
-            calls = self._enter_device_call, self._leave_device_call, self._enter_in_pass
-            self.communication_calls = CommunicationCalls(*calls)
-        if not self.communication_calls.install():
-            self.communication_unknown_because = REPLACED
-
     def close_window(self) -> list[StepRow]:
-        if self.device_calls is not None:
-            self.device_calls.uninstall()
-        if self.communication_calls is not None:
-            self.communication_calls.uninstall()
+        self.device_calls.uninstall()
+        self.communication_calls.uninstall()
         rows, self.rows = self.rows or [], None
         return [self._spans.read(row) for row in rows] if self._spans.timeline.wait() else []
 
@@ -301,13 +285,19 @@ class Watch:
         """In the thread that ends a backward pass, while the script's own thread waits for that."""
         return self._spans.enter(kind) if self.rows is not None and self._in_backward else None
 
-    def _leave_device_call(self, span: Span) -> None:
-        self._spans.leave(span)
+    def _leave(self, span: Span | None) -> None:
+        """Of a window that was closed meanwhile nothing is recorded."""
+        if span is not None and self.rows is not None:
+            self._spans.leave(span)
 
     # what the patched entry points call
 
     def _here(self) -> bool:
         return self.enabled and threading.get_ident() == self._main_thread
+
+    def _in_autograds_thread(self) -> bool:
+        """As a pass of the script's own thread is on a GPU, with what activation checkpointing recomputes in it."""
+        return self.enabled and self._in_backward and dispatch().current_graph_task() != -1
 
     def _optimizer_starts(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._compiling() or not self._here() or self.subject.updating:  # torch.compile must trace torch only
@@ -345,8 +335,7 @@ class Watch:
         step = self._optimizers_open.pop()
         while step.identity != id(optimizer):  # an exception skipped the end of an inner one
             step = self._optimizers_open.pop()
-        if step.span is not None and self.rows is not None:
-            self._spans.leave(step.span)
+        self._leave(step.span)
         if not self._optimizers_open and self.finder.optimizer_stepped(step.identity):
             self._boundary()
 
@@ -382,9 +371,9 @@ class Watch:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        if not isinstance(tensors, Sequence) and not hasattr(tensors, "grad_fn"):
+        if not isinstance(tensors, (Sequence, sys.modules["torch"].Tensor)):
             tensors = tuple(tensors)
-        roots = _as_tuple(tensors)
+        roots = tuple(tensors) if isinstance(tensors, Sequence) else (tensors,)
         probing = self.finder.needs_weight_changes and not self._optimizers_open
         if probing and self._weights.changed(roots):
             self.finder.weights_changed()
@@ -395,8 +384,7 @@ class Watch:
         if self.look is not None:
             run = self.look.around_backward(run)
         span = self._spans.enter("backward") if self.rows is not None else None
-        exchange = self.communication_calls
-        ended = exchange.backward_begins(roots) if exchange is not None and exchange.on else None
+        ended = self.communication_calls.backward_begins(roots) if self.communication_calls.on else None
         self._in_backward = True
         try:
             result = run(tensors, *args, **kwargs)
@@ -404,8 +392,7 @@ class Watch:
             self._in_backward = False
             if ended is not None:
                 ended()
-            if span is not None and self.rows is not None:
-                self._spans.leave(span)
+            self._leave(span)
         self.backwards += 1
         self._row_backwards += 1
         if probing:
@@ -433,7 +420,7 @@ class Watch:
     def _outermost(
         self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        if not self._here():
+        if not self._here() and not self._in_autograds_thread():
             return original(module, *args, **kwargs)
         for callback in self.at_call:
             callback()
@@ -458,8 +445,7 @@ class Watch:
             return self.subject.call(module, lambda: original(module, *args, **kwargs))
         finally:
             self.inside = False
-            if span is not None and self.rows is not None:
-                self._spans.leave(span)
+            self._leave(span)
 
     def _is_called_in_every_step(self, module: nn.Module) -> bool:
         """Of one that is called without gradients: is it a teacher or a target network, whose outputs training needs?
@@ -561,8 +547,7 @@ class Watch:
                 leave_no_frame(error)
                 raise
             finally:
-                if span is not None and self.rows is not None:
-                    self._spans.leave(span)
+                self._leave(span)
             if self.at_batch and not self.suspended and self._here():
                 loader = self._last_loader() if self._last_loader is not None else None
                 for callback in self.at_batch:
@@ -609,10 +594,6 @@ def _has_weights(module: nn.Module) -> bool:
             return any(parameter.requires_grad for parameter in module.parameters())
     except Exception:  # the script's own parameters() may raise anything
         return False
-
-
-def _as_tuple(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensors) if isinstance(tensors, Sequence) else (tensors,)
 
 
 def _wrapped_backward(wrapper: BackwardWrapper, inner: Call) -> Call:

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
 
 from flatout.script.communication_calls import ranks_together
 from flatout.script.entry import Target
@@ -20,22 +19,12 @@ from flatout.script.memory_watch import MemoryWatch
 from flatout.script.own_modules import own_imports
 from flatout.script.process_end import call_at_end
 from flatout.script.profile_watch import ProfileWatch
-from flatout.script.rank_answers import RankAnswer, RankAnswers, read_settings
-from flatout.script.trial.isolated_child import Answer, IsolatedChild, ObservedProcess, Observer
+from flatout.script.rank_answers import RankAnswers, read_settings
+from flatout.script.trial.isolated_child import Answer, IsolatedChild, ObservedProcess
 from flatout.script.trial.messages import Command
 
 
-class RankObserver(Observer, Protocol):
-    """Observes one of several processes that train."""
-
-    def rank_answer(self, fault: str = "") -> RankAnswer:
-        """What was found. fault: why nothing more was."""
-
-    def stop(self) -> None:
-        """Leave the script alone."""
-
-
-def observer_of(process: ObservedProcess, command: Command, answers: RankAnswers) -> RankObserver:
+def observer_of(process: ObservedProcess, command: Command, answers: RankAnswers) -> MemoryWatch | ProfileWatch:
     if command["do"] == "memory":
         return MemoryWatch(process, steps=command["steps"], answers=answers)
     return ProfileWatch(process, command, answers=answers)
@@ -46,17 +35,17 @@ class WatchedProcess:
 
     def __init__(self, folder: Path, name: str) -> None:
         settings = read_settings(folder)
-        given = settings["target"]
-        self.target = Target(path=given["path"], module=given["module"], arguments=tuple(given["arguments"]))
+        self.target = Target.from_command(settings["target"])
         self.answers = RankAnswers(folder, name)
-        self._given = False
+        self._given, self._owner = False, os.getpid()
         self.answers.begin()
         self._observer = observer_of(self, settings["command"], self.answers)
         self._observer.install()
 
     @property
     def answers_still(self) -> bool:
-        return not self._given
+        """Not in a process forked from this one."""
+        return not self._given and os.getpid() == self._owner
 
     def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
         for hook in hooks:
@@ -90,29 +79,20 @@ class WatchedProcess:
     def give(self, fault: str = "") -> None:
         self._given = True
         self._observer.stop()
-        self.answers.give(self._observer.rank_answer(fault))
+        with contextlib.suppress(OSError, ValueError):
+            self.answers.give(self._observer.rank_answer(fault))
 
 
 class WatchedRank(WatchedProcess):
     """This process, once torch has been imported."""
 
     def __init__(self, folder: Path) -> None:
-        self._owner = os.getpid()
-        super().__init__(folder, str(self._owner))
+        super().__init__(folder, str(os.getpid()))
         call_at_end(self._at_exit)
-
-    @property
-    def answers_still(self) -> bool:
-        """Not in a process forked from this one."""
-        return super().answers_still and os.getpid() == self._owner
 
     def _at_exit(self) -> None:
         with own_imports(), contextlib.suppress(Exception):
             self.ended()
-
-    def give(self, fault: str = "") -> None:
-        with contextlib.suppress(OSError, ValueError):
-            super().give(fault)
 
 
 class ScriptsProcess:
@@ -128,8 +108,3 @@ class ScriptsProcess:
             self._child.finish(answer)
         self.observer.stop()
         self._answers.give(self.observer.rank_answer())
-
-
-def follow(folder: Path) -> None:
-    """Watch this process."""
-    WatchedRank(folder)

@@ -9,41 +9,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flatout.errors import TrialError
 from flatout.script.entry import Target
 from flatout.script.rank_answers import RankAnswer, RankWatch, names_text, write_settings
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled
-from flatout.script.trial.messages import Command, TargetSettings
+from flatout.script.trial.messages import Command
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
 
+PATIENCE_SECONDS = 1800.0
 PROFILERS_LOG = "USDT:"
 
 Watched = Literal["profiled", "followed"]
 """What is done to a script: its steps are profiled, or its memory is followed."""
 
 
-class WatchRequest(Protocol):
-    """What to watch, and for how long at most."""
+@dataclass(frozen=True, kw_only=True)
+class WatchRequest:
+    """What to watch, for how many steps, and for how long at most."""
 
-    @property
-    def target(self) -> Target: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def patience_seconds(self) -> float: ...
-
-    @property
-    def isolation(self) -> Literal["auto", "overlay", "guard"]: ...
-
-    @property
-    def allow_network(self) -> bool: ...
+    target: Target
+    steps: int
+    patience_seconds: float = PATIENCE_SECONDS
+    """Timeout of each trial, for a script that never steps or hangs."""
+    isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +83,7 @@ def watched_trial(
     Raises TrialError where neither the script nor a process that it started could be watched.
     """
     with work_folder() as folder, work_folder() as ranks:
-        write_settings(ranks, {"command": command, "target": target_settings(request.target)})
+        write_settings(ranks, {"command": command, "target": request.target.command})
         setup = TrialSetup(
             target=request.target,
             work_folder=folder,
@@ -117,10 +111,6 @@ def watched_trial(
             return TrialFound(
                 answer=answer, end=end, ranks=tuple(answers), rank_notes=watch.notes(watched), errors=trial.errors
             )
-
-
-def target_settings(target: Target) -> TargetSettings:
-    return {"path": target.path, "module": target.module, "arguments": list(target.arguments)}
 
 
 def of_the_script(errors: str) -> str:

@@ -6,16 +6,17 @@ few of them. Only used during the first passes of a script in which no optimizer
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.autograd.graph import Node
-
+from flatout.script.loss_graph import graph_nodes
 from flatout.signals import raised_by_handler
 from flatout.torch_private.late import dispatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WATCHED_LEAVES = 3
 WATCHED_ELEMENTS = 64
@@ -40,7 +41,9 @@ class WeightProbe:
     def _changed(self, roots: tuple[Tensor, ...]) -> bool:
         pairs = ((leaf(), value) for leaf, value in zip(self._leaves, self._values, strict=False))
         before = [(leaf, value) for leaf, value in pairs if leaf is not None and value is not None]
-        leaves = graph_leaves(roots, WATCHED_LEAVES)
+        nodes = itertools.islice(graph_nodes(*roots), GRAPH_LIMIT)
+        reached = (leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None)
+        leaves: list[Tensor] = list(itertools.islice(reached, WATCHED_LEAVES))
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         known = {id(leaf) for leaf, _ in before}
         self.fresh = bool(leaves) and not any(id(leaf) in known for leaf in leaves)
@@ -70,25 +73,6 @@ class WeightProbe:
             self._failed = True
             self.forget()
             return False
-
-
-def graph_leaves(roots: tuple[Tensor, ...], limit: int | None = None) -> list[Tensor]:
-    """The leaf tensors that a backward pass from `roots` reaches, nearest first."""
-    todo: list[Node] = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
-    seen = set(todo)
-    leaves: list[Tensor] = []
-    while todo and len(seen) < GRAPH_LIMIT:
-        node = todo.pop(0)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.append(variable)
-            if limit is not None and len(leaves) >= limit:
-                break
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return leaves
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -35,12 +35,13 @@ def work_folder(parent: Path | None = None) -> Iterator[Path]:
     parent = parent or _parent()
     sweep(parent)
     folder, lock = _make(parent)
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(TrialError):  # the next owner tries again; the result of minutes counts for more
-            cleanup(folder)
-        os.close(lock)
+    with contextlib.ExitStack() as owned:
+        owned.callback(os.close, lock)
+        try:
+            yield folder
+        finally:
+            with contextlib.suppress(TrialError):  # the next owner tries again; the result of minutes counts for more
+                cleanup(folder)
 
 
 def require_linux() -> None:

@@ -64,7 +64,8 @@ class Deadline:
         self.budget_seconds = budget_seconds
         self._clock = clock
         self._began = clock()
-        self._reserved_seconds = 0.0
+        self.reserved_seconds = 0.0
+        """What `reserving` has set aside."""
         self.stopped = False
         """Set when the user ends the search; deadlines derived before that go on."""
         self._stages = _Stages(counted_until=self._began + budget_seconds)
@@ -73,17 +74,12 @@ class Deadline:
         """The same budget, with this much more (or less) of its end reserved for later stages."""
         earlier = Deadline.__new__(Deadline)
         vars(earlier).update(vars(self))
-        earlier._reserved_seconds = self._reserved_seconds + seconds
+        earlier.reserved_seconds = self.reserved_seconds + seconds
         return earlier
 
     def within(self, seconds: float) -> Deadline:
         """The same budget, with at most this much left."""
         return self.reserving(max(0.0, self.seconds_left - seconds))
-
-    @property
-    def reserved_seconds(self) -> float:
-        """What `reserving` has set aside."""
-        return self._reserved_seconds
 
     @property
     def elapsed_seconds(self) -> float:
@@ -92,19 +88,15 @@ class Deadline:
     @property
     def seconds_left(self) -> float:
         """Never below 0."""
-        return 0.0 if self.stopped else max(0.0, self.budget_seconds - self._reserved_seconds - self.elapsed_seconds)
+        return 0.0 if self.stopped else max(0.0, self.budget_seconds - self.reserved_seconds - self.elapsed_seconds)
 
     @property
     def grace_seconds_left(self) -> float:
         """Until work in progress is interrupted; 0 or below afterwards."""
         if self.stopped:
             return 0.0
-        end = self.budget_seconds * (1 + GRACE) - self._reserved_seconds
+        end = self.budget_seconds * (1 + GRACE) - self.reserved_seconds
         return end - self.elapsed_seconds
-
-    @property
-    def passed(self) -> bool:
-        return self.seconds_left <= 0
 
     @property
     def exceeded_seconds(self) -> float:

@@ -166,7 +166,6 @@ class Search(ABC, Generic[C]):
     # the search
 
     def run(self) -> Record[C]:
-        """Returns the record."""
         try:
             self.observe()
             leading = self.leading()

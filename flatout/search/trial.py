@@ -164,5 +164,5 @@ class Record(Generic[C]):
 
     def kept_trial(self, name: str) -> Trial | None:
         """The trial by which the choice of this field was kept."""
-        found = [trial for trial in self.trials if trial.outcome == "kept" and name in trial.choices]
-        return found[-1] if found else None
+        found = (trial for trial in reversed(self.trials) if trial.outcome == "kept" and name in trial.choices)
+        return next(found, None)

@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 
 from flatout import environment
-from flatout.diagnose.live_ranks import LiveRanks, live_ranks
 from flatout.diagnose.run_state import RunState
-from flatout.diagnose.seen_run import SeenRun, condition_of
+from flatout.diagnose.seen_run import LiveRanks, SeenRun, condition_of, live_ranks
 from flatout.errors import UsageError, describe_error
 from flatout.report.document import document, read_document
 from flatout.script.record_file import read_records

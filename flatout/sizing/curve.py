@@ -71,18 +71,12 @@ class BatchPoint:
         return min(found.low, self.samples_per_second), max(found.high, self.samples_per_second)
 
     def to_json(self) -> dict[str, object]:
-        interval = self.samples_per_second_interval
         return {
-            "batch_size": self.batch_size,
-            "samples_per_step": self.samples_per_step,
+            **asdict(self),
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,
-            "samples_per_second_interval": None if interval is None else list(interval),
+            "samples_per_second_interval": self.samples_per_second_interval,
             "of_best": None if self.of_best is None else self.of_best.to_json(),
-            "standing": self.standing,
-            "peak_bytes": self.peak_bytes,
-            "forecast_bytes": self.forecast_bytes,
-            "window_seconds": list(self.window_seconds),
         }
 
 
@@ -125,15 +119,12 @@ class BatchCurve(ShownAsText):
         return len(self.points[0].window_seconds)
 
     def to_json(self) -> dict[str, object]:
-        plain = ("subject", "device", "given_batch_size", "knee_reason", "share", "peak_source", "limit_bytes")
         return {
-            **{name: getattr(self, name) for name in (*plain, "stopped_below", "stopped_above", "seconds")},
+            **asdict(self),
             "knee": None if self.knee is None else self.knee.batch_size,
             "best": self.best.batch_size,
             "rounds": self.rounds,
             "points": [point.to_json() for point in self.points],
-            "failed": [asdict(one) for one in self.failed],
-            "notes": list(self.notes),
             "caveat": CAVEAT,
         }
 

@@ -7,13 +7,16 @@ are considered from the fastest predicted on, until some fit; the finalists are 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+import torch
 
 from flatout.arguments import as_bytes, as_exactness
 from flatout.data.nested import repeat_batch
@@ -37,13 +40,10 @@ from flatout.sizing.measures import (
     strongest,
 )
 from flatout.sizing.target import find_target, transfer_time
-from flatout.sizing.training import Training, check_batch_size, for_a_try, tell_terminal
+from flatout.sizing.training import Training, for_a_try, tell_terminal
 from flatout.train.split import batch_coupled_layers
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    import torch
 
 FINALISTS = 8
 FINALISTS_OF_A_KIND = 2
@@ -128,11 +128,11 @@ def fit_to_memory(
     """
     limit_bytes = as_bytes(limit, "limit")
     training = Training.of(step, batch)
-    check_batch_size(batch_size)
+    samples = training.samples_wanted(batch_size)
     as_exactness(exactness)
     tell = progress or tell_terminal
     target = find_target(device, step.model)
-    problem = _Problem(training, target, batch_size or training.samples, limit_bytes, tell)
+    problem = _Problem(training, target, samples, limit_bytes, tell)
     given = problem.forecast({})
     kinds = measures_of(training, target, problem.samples, exactness)
     _check_limit(limit_bytes, given, lower_state=any("optimizer_state" in kind[0] for kind in kinds))
@@ -261,12 +261,12 @@ class _Problem:
         """Infinite where it is not known: such a combination is considered last."""
         moved = self.forecast(away).offloaded_bytes
         operations *= self.samples / self.training.samples
-        found = transfer_time(self.target, self.training.plan, moved, operations)
-        if found.ratio is None:
-            self.unknown.append(f"the time of activation_offload is {found.how}; it is taken where nothing else fits")
+        ratio, how = transfer_time(self.target, self.training.plan, moved, operations)
+        if ratio is None:
+            self.unknown.append(f"the time of activation_offload is {how}; it is taken where nothing else fits")
             return math.inf
-        self.timed_by += f"; {found.how}"
-        return found.ratio
+        self.timed_by += f"; {how}"
+        return ratio
 
     def _size_to_time(self) -> int | None:
         """As many samples as really run here; None where the target is not here."""
@@ -292,8 +292,6 @@ class _Problem:
 
     def _seconds(self, choices: Choices, size: int, *, timed_seconds: float) -> float | None:
         """Median of real steps after a first; None where they do not fit. The user's state is restored."""
-        import torch
-
         parts = choices.get("micro_batches")
         if isinstance(parts, int):
             size = max(size, parts)
@@ -301,8 +299,7 @@ class _Problem:
         tried = tried.under(for_a_try(tried.plan))
         batch = repeat_batch(tried.batch, size)
         seconds: list[float] = []
-        with tried.on_same_memory() as own:
-            step = own.make_step()
+        with tried.on_same_memory() as own, contextlib.closing(own.make_step()) as step:
             try:
                 while len(seconds) < 1 + TIMED_STEPS or sum(seconds[1:]) < timed_seconds:
                     began = time.perf_counter()
@@ -314,8 +311,6 @@ class _Problem:
                 if not (choices or is_out_of_memory(error) or isinstance(error, MachineError)):
                     raise
                 return None
-            finally:
-                step.close()
         return statistics.median(seconds[1:])
 
     # memory

@@ -11,7 +11,11 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatout.arguments import as_whole_number
 from flatout.data.nested import resize_batch
@@ -21,9 +25,23 @@ from flatout.levers.activation_offload import PretendedHost, offloading_to
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.model_call import set_call
 from flatout.machine.ranks import pretended_ranks
+from flatout.memory.cuda_workspaces import cuda_workspaces
+from flatout.memory.fake_run import (
+    DEPENDS_ON_DATA,
+    FakeRun,
+    RealTensorsKept,
+    ValuesForOptimizers,
+    operations_as_on_cuda,
+    torch_keeps_quiet,
+)
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
+from flatout.memory.kernel_workspaces import cpu_workspace
+from flatout.memory.onednn_workspaces import rules_were_read_for
+from flatout.memory.timeline import Timeline
+from flatout.memory.tracking import Tracker
+from flatout.memory.workspace import WorkspaceOf
 from flatout.parameters import parameters_of
-from flatout.plan import Plan
+from flatout.sizing.real_steps import forecast_from_real_steps
 from flatout.sizing.target import find_target
 from flatout.sizing.training import (
     STEPS_FOLLOWED,
@@ -31,20 +49,12 @@ from flatout.sizing.training import (
     Training,
     cannot_be_copied,
     carried_out,
-    check_batch_size,
     follow_steps,
     never_captured,
 )
+from flatout.torch_private.modules import Convolution
+from flatout.train.flops import count_step
 from flatout.train.step import TrainStep
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from flatout.memory.fake_run import FakeRun
-    from flatout.memory.timeline import Timeline
-    from flatout.memory.workspace import WorkspaceOf
 
 FORECAST_RANKS = ("ddp", "zero1", "fsdp")
 UNCERTAINTY_RANKS = {"ddp": 0.05, "zero1": 0.05, "fsdp": 0.25}
@@ -92,8 +102,7 @@ def forecast(
     plan for them.
     """
     training = Training.of(step, batch)
-    check_batch_size(batch_size)
-    samples = batch_size or training.samples
+    samples = training.samples_wanted(batch_size)
     if ranks is not None:
         training, samples = _one_of(training, samples, as_whole_number(ranks, "ranks"))
     return forecast_training(training, find_target(device, step.model), samples)
@@ -133,9 +142,6 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
 @contextlib.contextmanager
 def _sparse_gradients_noticed() -> Iterator[list[str]]:
     """Yields a list that has an entry afterwards if an optimizer was given a sparse gradient."""
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
     found: list[str] = []
 
     def look(optimizer: Optimizer, *_: object) -> None:
@@ -150,8 +156,6 @@ def _sparse_gradients_noticed() -> Iterator[list[str]]:
 
 
 def _forecast(training: Training, target: Target, batch_size: int) -> MemoryForecast:
-    from flatout.memory.fake_run import DEPENDS_ON_DATA
-
     try:
         return _from_fake_run(training, target, batch_size)
     except FlatoutError:
@@ -165,8 +169,6 @@ def _forecast(training: Training, target: Target, batch_size: int) -> MemoryFore
             ) from error
         if training.samples < 2 and not isinstance(error, DEPENDS_ON_DATA):
             raise
-        from flatout.sizing.real_steps import forecast_from_real_steps
-
         return forecast_from_real_steps(
             training,
             target,
@@ -209,19 +211,13 @@ def _from_fake_run(training: Training, target: Target, batch_size: int) -> Memor
     if target.cuda:  # which free block serves a request can depend on an order that no rule knows: one segment's worth
         made = replace(made, uncertainty=made.uncertainty + LARGE_SEGMENT_BYTES / max(1, made.peak_bytes))
     if training.ranks > 1:
-        made = replace(made, ranks=training.ranks, uncertainty=made.uncertainty + _of_ranks(training.plan))
+        more = UNCERTAINTY_RANKS[training.plan.parallel or ""]
+        made = replace(made, ranks=training.ranks, uncertainty=made.uncertainty + more)
     return replace(made, offloaded_bytes=steps.offloaded_bytes, not_in_force=steps.not_in_force)
-
-
-def _of_ranks(plan: Plan) -> float:
-    return UNCERTAINTY_RANKS.get(plan.parallel or "", 0.0)
 
 
 def count_operations(training: Training) -> float:
     """Floating point operations of one step, recomputation included, counted in a fake run."""
-    from flatout.memory.fake_run import FakeRun, RealTensorsKept
-    from flatout.train.flops import count_step
-
     world = FakeRun()
     fake = on_fake_copies(world, training)
     with generators_kept(), world, RealTensorsKept():
@@ -242,15 +238,10 @@ def _pretends(training: Training, target: Target) -> bool:
 
 def _workspace_of(target: Target) -> WorkspaceOf:
     """Rules for what kernels hold inside."""
-    from flatout.memory.cuda_workspaces import cuda_workspaces
-    from flatout.memory.kernel_workspaces import cpu_workspace
-
     return cuda_workspaces(target.multiprocessors, target.compute_capability) if target.cuda else cpu_workspace
 
 
 def _uncertainty(training: Training, target: Target, as_compiled: bool) -> float:
-    import torch
-
     if training.plan.compile is not None and not target.cuda and _has_wide_depthwise(training.model):
         return UNCERTAINTY_COMPILED_WIDE_DEPTHWISE
     if training.plan.compile is not None:  # how graphs are fused was compared on the CPU alone
@@ -264,11 +255,6 @@ def _uncertainty(training: Training, target: Target, as_compiled: bool) -> float
 
 def _unread_kernels(training: Training) -> bool:
     """Has the model layers for whose kernels there are no rules on this processor, in this precision?"""
-    import torch
-
-    from flatout.memory.onednn_workspaces import rules_were_read_for
-    from flatout.torch_private.modules import Convolution
-
     kinds = (Convolution, torch.nn.RNNBase)
     dtypes = {p.dtype for part in training.model.modules() if isinstance(part, kinds) for p in part.parameters()}
     if training.plan.precision in ("bf16", "fp16") and dtypes:
@@ -277,17 +263,11 @@ def _unread_kernels(training: Training) -> bool:
 
 
 def _has_wide_depthwise(model: nn.Module) -> bool:
-    from flatout.torch_private.modules import Convolution
-
     convolutions = (one for one in model.modules() if isinstance(one, Convolution))
     return any(one.groups == one.in_channels > 1 and max(one.kernel_size) > 3 for one in convolutions)
 
 
 def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[str]:
-    import torch
-
-    from flatout.torch_private.modules import Convolution
-
     found = []
     kinds = [type(one) for one in training.model.modules()]
     if training.plan.compile is not None and as_compiled:
@@ -320,15 +300,6 @@ def _call_as_compiled(model: nn.Module, mode: str | None, world: FakeRun) -> Non
 
 
 def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_compiled: bool) -> _FakeSteps:
-    from flatout.memory.fake_run import (
-        FakeRun,
-        RealTensorsKept,
-        ValuesForOptimizers,
-        operations_as_on_cuda,
-        torch_keeps_quiet,
-    )
-    from flatout.memory.tracking import Tracker
-
     world = FakeRun()
     fake = on_fake_copies(world, training, batch_size)
     if target.cuda:

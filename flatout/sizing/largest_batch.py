@@ -7,9 +7,12 @@ states and statistics are restored bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from flatout.arguments import as_bytes, as_whole_number
 from flatout.data.nested import batch_length, repeat_batch, slice_batch, tensors_in
@@ -273,10 +276,7 @@ class _Search:
 
 def _take_steps(own: Training, batch: object, trained: int, evaluated: int, tell: Callable[[str], None]) -> None:
     """On the first samples of the batch. A loss that needs gradients itself, as of a penalty, is not evaluated."""
-    import torch
-
-    step = own.make_step()
-    try:
+    with contextlib.closing(own.make_step()) as step:
         for _ in range(STEPS_A_TRY):
             step(_first(batch, trained))
         own.model.eval()
@@ -287,8 +287,6 @@ def _take_steps(own: Training, batch: object, trained: int, evaluated: int, tell
             if is_out_of_memory(error):
                 raise
             tell(f"its loss cannot be evaluated without gradients, so only training was tried: {describe_error(error)}")
-    finally:
-        step.close()
 
 
 def _first(batch: object, samples: int) -> object:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from flatout.errors import MachineError
 from flatout.sequential import LOOKS
-from flatout.sizing.curve import BatchPoint, FailedSize, is_decided, judged
+from flatout.sizing.curve import BatchCurve, BatchPoint, FailedSize, find_knee, is_decided, judged
 from flatout.timing import Clock, LoadWatch, contention
 from flatout.tuning.windows import Pace
 from flatout.units import format_seconds
@@ -53,7 +53,14 @@ class Prepared:
 
 
 class Sized(Protocol):
-    """Steps of one training that can be taken at any batch size."""
+    """Steps of one training that can be taken at any batch size; what else it says is the curve's."""
+
+    subject: str
+    device: str
+    peak_source: str
+
+    @property
+    def limit_bytes(self) -> int | None: ...
 
     def prepare(self, batch_size: int) -> Prepared:
         """Ask whether it fits, and take its first steps. Raises TooLarge or SizeFails."""
@@ -99,17 +106,6 @@ class Range:
         return self.least_reason or (f"at_least is {self.at_least}" if self.at_least > 1 else "1 is the smallest")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a curve is made of."""
-
-    points: tuple[BatchPoint, ...]
-    failed: tuple[FailedSize, ...]
-    stopped_below: str
-    stopped_above: str
-    notes: tuple[str, ...]
-
-
 @dataclass
 class _Size:
     """One that is timed."""
@@ -138,8 +134,8 @@ def measure_curve(
     budget_seconds: float,
     tell: Callable[[str], None],
     clock: Clock = time.perf_counter,
-) -> Measured:
-    """The points with their rounds. What the step raises at the given size is raised as it is.
+) -> BatchCurve:
+    """Its `seconds` are those of the measuring alone. What the step raises at the given size is raised as it is.
 
     Raises MachineError where not even the smallest size fits.
     """
@@ -148,12 +144,23 @@ def measure_curve(
     watch = LoadWatch()
     measuring.take_rounds()
     competition = contention(watch.read())
-    return Measured(
-        points=judged(measuring.points(), share),
+    points = judged(measuring.points(), share)
+    knee, reason = find_knee(points, share)
+    return BatchCurve(
+        subject=sized.subject,
+        device=sized.device,
+        given_batch_size=sizes.given,
+        points=points,
+        knee=knee,
+        knee_reason=reason,
+        share=share,
+        peak_source=sized.peak_source,
+        limit_bytes=sized.limit_bytes,
         failed=tuple(sorted(measuring.failed, key=lambda one: one.batch_size)),
         stopped_below=measuring.stopped["below"],
         stopped_above=measuring.stopped["above"],
         notes=(competition,) if competition else (),
+        seconds=clock() - measuring.began,
     )
 
 

@@ -2,6 +2,10 @@
 
 Steps of three sizes are measured, and their differences are extrapolated to the size asked for; the stated uncertainty
 is as wide as so few samples demand. A branch of the program that none of them took is in no forecast.
+
+A dimension that is constant, or grows by whole numbers with the samples, is exact at any size, and so are products of
+such dimensions, as the square of a batch. Others depend on the data, for example on a mask: they are taken to be the
+same share of the samples.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +23,8 @@ from flatout.data.nested import map_tensors, slice_batch
 from flatout.errors import UsageError, describe_error
 from flatout.generators import generators_kept
 from flatout.levers.low_bit import copied_codes
-from flatout.memory.extension import Sizes, extended
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
-from flatout.memory.timeline import Timeline
+from flatout.memory.timeline import Allocation, Timeline
 from flatout.memory.tracking import Tracker
 from flatout.memory.workspace import WorkspaceOf
 from flatout.parameters import copy_own_attributes
@@ -35,6 +40,11 @@ UNCERTAINTY_OTHER_BRANCH = 0.3
 SIZES = 3
 SMALLEST_SHARE = 6
 """The smallest is that part of the size asked for, so that the largest is half of it."""
+
+DEVIATIONS = 2.0
+NONE_SEEN = 3.0
+"""How far a share of few samples may be off, by counting: 2 standard deviations of k events are 2 / sqrt(k) of them,
+and where none was seen, up to 3 may have been expected."""
 
 _FIXED = ("weights", "gradients", "optimizer", "workspaces")
 """The same for any batch size; where two runs differ in them, one of them skipped a part of the model."""
@@ -60,7 +70,7 @@ def forecast_from_real_steps(
 
     found = extended(timelines, Sizes(taken=sizes, wanted=batch_size, parts=training.plan.micro_batches or 1))
     if found is not None:
-        made, high = of(found.expected), of(found.high).peak_bytes
+        made, high = of(found[0]), of(found[1]).peak_bytes
         least = UNCERTAINTY_EXTENDED if len(sizes) == SIZES else UNCERTAINTY_OTHER_BRANCH
     else:
         made, high = _extended_by_sums([of(one) for one in timelines], sizes, batch_size)
@@ -160,6 +170,83 @@ def _with_unseen(made: MemoryForecast, unseen: list[int], sizes: list[int], want
         tensor_bytes=made.tensor_bytes + extra,
         categories={**made.categories, "workspaces": made.categories["workspaces"] + extra},
     )
+
+
+# from the timelines of a few small steps to that of a large one, dimension by dimension of every tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Samples of the steps that were taken, and of the one wanted. `parts`: that each step splits its batch into."""
+
+    taken: Sequence[int]
+    wanted: int
+    parts: int = 1
+
+
+def extended(timelines: Sequence[Timeline], sizes: Sizes) -> tuple[Timeline, Timeline] | None:
+    """The timeline that is expected, and the one if everything that depends on the data turns out high.
+
+    None where they do not allocate and free for the same operations in the same order. Sizes ascend."""
+    last = timelines[-1]
+    if any(one.events != last.events or len(one.allocations) != len(last.allocations) for one in timelines):
+        return None
+    expected: list[Allocation] = []
+    high: list[Allocation] = []
+    for ones in zip(*(timeline.allocations for timeline in timelines), strict=True):
+        if any(one.operation != ones[-1].operation or len(one.shape) != len(ones[-1].shape) for one in ones):
+            return None
+        size_bytes, high_bytes = _extended_bytes(ones, sizes)
+        expected.append(replace(ones[-1], size_bytes=size_bytes))
+        high.append(replace(ones[-1], size_bytes=high_bytes))
+    return Timeline(expected, last.events), Timeline(high, last.events)
+
+
+def _extended_bytes(ones: Sequence[Allocation], sizes: Sizes) -> tuple[int, int]:
+    """(expected, high) of one allocation."""
+    measured = [one.size_bytes for one in ones]
+    if len(set(measured)) == 1:
+        return measured[-1], measured[-1]
+    per_element = max((one.size_bytes / math.prod(one.shape) for one in ones if math.prod(one.shape)), default=0.0)
+    if not per_element or not ones[-1].shape:  # as a workspace: its bytes are all that is known
+        at = _dimension(measured, sizes)
+        return round(at[0]), round(at[1])
+    dimensions = [_dimension(values, sizes) for values in zip(*(one.shape for one in ones), strict=True)]
+    expected, high = (math.prod(one[which] for one in dimensions) for which in (0, 1))
+    return round(per_element * expected), round(per_element * high)
+
+
+def _dimension(values: Sequence[int], sizes: Sizes) -> tuple[float, float]:
+    """(expected, high) at the size that is asked for."""
+    if len(set(values)) == 1:
+        return values[-1], values[-1]
+    first, last = sizes.taken[0], sizes.taken[-1]
+    slope = (values[-1] - values[0]) / (last - first)
+    on_a_line = all(
+        value == values[0] + slope * (size - first) for value, size in zip(values, sizes.taken, strict=True)
+    )
+    if on_a_line and slope > 0 and (slope * sizes.parts).is_integer():
+        exact = values[-1] + slope * (sizes.wanted - last)
+        return exact, exact
+    share = values[-1] / last
+    expected = share * sizes.wanted
+    high = _highest_share(values, sizes.taken) * sizes.wanted
+    if all(value <= size for value, size in zip(values, sizes.taken, strict=True)):
+        high = min(high, sizes.wanted)  # a choice among the samples
+    return expected, high
+
+
+def _highest_share(values: Sequence[int], taken: Sequence[int]) -> float:
+    count, samples = values[-1], taken[-1]
+    if not count:
+        return NONE_SEEN / samples
+    by_counting = DEVIATIONS / math.sqrt(count)
+    share = count / samples
+    apart = max(abs(value / size / share - 1) for value, size in zip(values, taken, strict=True))
+    return share * (1 + max(by_counting, apart))
+
+
+# where their timelines differ
 
 
 def _extended_by_sums(ones: list[MemoryForecast], sizes: list[int], wanted: int) -> tuple[MemoryForecast, int]:

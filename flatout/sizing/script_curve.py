@@ -9,11 +9,11 @@ that ends is started again.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, TypeVar
 
 from flatout.errors import FlatoutError, ScriptError
@@ -22,12 +22,12 @@ from flatout.levers.observed import LoaderSeen, Observed
 from flatout.machine.detect import available_memory_bytes
 from flatout.script.entry import Target
 from flatout.script.loader_batches import BatchSize, LiveBatches
-from flatout.script.trial.answers import TrialEnded, Window, explain_end
+from flatout.script.trial.answers import TrialEnded, explain_end
 from flatout.script.trial.fork_server import ForkServer
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.script.work_folder import work_folder
-from flatout.sizing.curve import SHARE, BatchCurve, find_knee
+from flatout.sizing.curve import SHARE, BatchCurve
 from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
 from flatout.sizing.target import SHARE_OF_HOST_MEMORY
 from flatout.statistics import median
@@ -73,34 +73,23 @@ def script_batch_curve(request: CurveRequest, tell: Callable[[str], None] = lamb
             stdin_file=request.stdin_file,
             fork_server=fork_server,
         )
-        with _VariedScript(setup, request.patience_seconds) as script:
+        with contextlib.closing(_VariedScript(setup, request.patience_seconds)) as script:
             tell(f"starting {request.target.name}")
             sizes = Range(given=script.find_given())
-            measured = measure_curve(script, sizes, share=SHARE, budget_seconds=request.budget_seconds, tell=tell)
-    knee, reason = find_knee(measured.points, SHARE)
-    return BatchCurve(
-        subject=request.target.name,
-        device="cpu",
-        given_batch_size=sizes.given,
-        points=measured.points,
-        knee=knee,
-        knee_reason=reason,
-        share=SHARE,
-        peak_source="measured by following each tensor: the most that a step holds; the whole process takes more",
-        limit_bytes=script.limit_bytes,
-        stopped_below=measured.stopped_below,
-        stopped_above=measured.stopped_above,
-        failed=measured.failed,
-        notes=(*measured.notes, "a step includes loading its batch, as the script does it"),
-        seconds=time.perf_counter() - began,
-    )
+            curve = measure_curve(script, sizes, share=SHARE, budget_seconds=request.budget_seconds, tell=tell)
+    notes = (*curve.notes, "a step includes loading its batch, as the script does it")
+    return replace(curve, notes=notes, seconds=time.perf_counter() - began)
 
 
 class _VariedScript:
     """A trial whose loader gives batches of any size. `Sized` for `measure_curve`."""
 
+    device = "cpu"
+    peak_source = "measured by following each tensor: the most that a step holds; the whole process takes more"
+
     def __init__(self, setup: TrialSetup, patience_seconds: float) -> None:
         self.limit_bytes = int(SHARE_OF_HOST_MEMORY * available_memory_bytes())
+        self.subject = setup.name
         self._setup, self._patience_seconds = setup, patience_seconds
         self._trial: TrialProcess | None = None
         self._given = 0
@@ -108,13 +97,10 @@ class _VariedScript:
         self._batches_per_step = 1
         self._peaks: dict[int, int] = {}
 
-    def __enter__(self) -> _VariedScript:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def close(self) -> None:
+        if self._trial is not None:
+            self._trial.close()
+            self._trial = None
 
     def find_given(self) -> int:
         """The script's own batch size. ScriptError where it cannot be varied."""
@@ -122,7 +108,7 @@ class _VariedScript:
             loader = _only_loader(self._running().describe())
             assert loader.batch_size is not None, "checked with the loader"
             self._given, self._data_samples = loader.batch_size, loader.samples
-            window = self._running().window(self._choices(self._given), settle=1, steps=FIRST_STEPS)
+            window = self._running().window(_choices(self._given), settle=1, steps=FIRST_STEPS)
         except TrialEnded as end:
             raise explain_end(end, self._setup.name, needed=NEEDED) from end
         if window.rolled_back:
@@ -144,11 +130,11 @@ class _VariedScript:
     def prepare(self, batch_size: int) -> Prepared:
         self._check_data(batch_size)
         forecast = self._forecast(batch_size)
-        peak = self._asked(batch_size, lambda trial: trial.peak(self._choices(batch_size)).peak_bytes)
+        peak = self._asked(batch_size, lambda trial, choices: trial.peak(choices).peak_bytes)
         if peak is not None:
             self._peaks[batch_size] = peak
         samples = batch_size * self._batches_per_step
-        found = self._asked(batch_size, lambda trial: self._window(trial, batch_size, settle=1, steps=FIRST_STEPS))
+        found = self._asked(batch_size, lambda trial, choices: trial.window(choices, settle=1, steps=FIRST_STEPS))
         drawn = max(one or 0 for one in found.samples)
         if drawn != samples:
             raise SizeFails(f"a step draws {drawn} samples, and {samples} were expected")
@@ -156,7 +142,7 @@ class _VariedScript:
 
     def window(self, batch_size: int, *, settle: int, steps: int) -> float:
         """The median of the steps that drew whole batches."""
-        found = self._asked(batch_size, lambda trial: self._window(trial, batch_size, settle=settle, steps=steps))
+        found = self._asked(batch_size, lambda trial, choices: trial.window(choices, settle=settle, steps=steps))
         whole = batch_size * self._batches_per_step
         seconds = [took for took, drawn in zip(found.seconds, found.samples, strict=True) if drawn == whole]
         if not seconds:  # the only step of this window was an epoch's last
@@ -188,27 +174,20 @@ class _VariedScript:
             )
         return made
 
-    @staticmethod
-    def _choices(batch_size: int) -> list[Choice]:
-        return [Choice(BatchSize(), batch_size)]
-
-    def _window(self, trial: TrialProcess, batch_size: int, *, settle: int, steps: int) -> Window:
-        return trial.window(self._choices(batch_size), settle=settle, steps=steps)
-
-    def _asked(self, batch_size: int, ask: Callable[[TrialProcess], T]) -> T:
+    def _asked(self, batch_size: int, ask: Callable[[TrialProcess, list[Choice]], T]) -> T:
         """What the running script answers; where it ends, a new one is asked once more."""
         while True:
             fresh = self._trial is None
             try:
-                return ask(self._running())
+                return ask(self._running(), _choices(batch_size))
             except TrialEnded as end:
-                self._end()
+                self.close()
                 if end.status == 0 and not fresh:
                     continue
                 failed = end.headline if end.status else f"the script ended after {end.steps} steps"
                 raise SizeFails(failed) from explain_end(end, self._setup.name, needed=NEEDED)
             except FlatoutError as error:
-                self._end()
+                self.close()
                 raise SizeFails(str(error)) from error
 
     def _running(self) -> TrialProcess:
@@ -217,10 +196,9 @@ class _VariedScript:
             self._trial.start(self._patience_seconds)
         return self._trial
 
-    def _end(self) -> None:
-        if self._trial is not None:
-            self._trial.close()
-            self._trial = None
+
+def _choices(batch_size: int) -> list[Choice]:
+    return [Choice(BatchSize(), batch_size)]
 
 
 def _only_loader(seen: Observed) -> LoaderSeen:

@@ -14,6 +14,9 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
 
 from flatout.arguments import as_bytes, as_seconds, as_whole_number
 from flatout.data.nested import map_tensors, repeat_batch, tensors_in
@@ -26,17 +29,17 @@ from flatout.memory.tracking import plain_tensors
 from flatout.plan import Plan
 from flatout.replaced import settings_changed
 from flatout.script.device_calls import device_of
-from flatout.sizing.curve import SHARE, BatchCurve, find_knee
+from flatout.sizing.curve import SHARE, BatchCurve
 from flatout.sizing.forecasting import forecast_training
 from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
 from flatout.sizing.target import available_bytes, find_target
-from flatout.sizing.training import Training, tell_terminal
+from flatout.sizing.training import Training, never_split, tell_terminal
 from flatout.statistics import median
 from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
 from flatout.torch_private.compiler import dynamo_settings
 from flatout.train.split import release
 from flatout.train.step import StepState, TrainStep
-from flatout.tuning.step_trial import SEED, copies_of
+from flatout.tuning.step_tuning import SEED, copies_of
 from flatout.units import format_bytes
 
 BUDGET_SECONDS = 60.0
@@ -76,7 +79,7 @@ def batch_curve(
     Raises UsageError for what cannot be measured this way, MachineError where not even the smallest size fits, and
     what the step itself raises on `batch`.
     """
-    sizes, limit_bytes, samples = _checked(step, batch, at_least, at_most, factor, limit)
+    sizes, limit_bytes = _checked(step, batch, at_least, at_most, factor, limit)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise UsageError(f"share is {share!r}", limit="it is above 0 and below 1", remedy="0.95 is 95 % of the best")
     as_seconds(seconds)
@@ -85,24 +88,8 @@ def batch_curve(
         warnings.simplefilter("ignore")  # of losses that are not finite: the copies train on the same samples for long
         seed_generators(SEED)
         with contextlib.closing(_Copies(step, batch, limit_bytes)) as copies:
-            measured = measure_curve(copies, sizes, share=share, budget_seconds=seconds, tell=progress or tell_terminal)
-    knee, reason = find_knee(measured.points, share)
-    return BatchCurve(
-        subject=type(step.model).__name__,
-        device=copies.target.name,
-        given_batch_size=samples,
-        points=measured.points,
-        knee=knee,
-        knee_reason=reason,
-        share=share,
-        peak_source=copies.peak_source,
-        limit_bytes=copies.limit_bytes,
-        stopped_below=measured.stopped_below,
-        stopped_above=measured.stopped_above,
-        failed=measured.failed,
-        notes=measured.notes,
-        seconds=time.perf_counter() - began,
-    )
+            curve = measure_curve(copies, sizes, share=share, budget_seconds=seconds, tell=progress or tell_terminal)
+    return replace(curve, seconds=time.perf_counter() - began)
 
 
 class _Copies:
@@ -110,14 +97,21 @@ class _Copies:
 
     def __init__(self, step: TrainStep, batch: object, limit_bytes: int | None) -> None:
         model, optimizer, loss_fn = copies_of(step.model, step.optimizer, step.loss_fn)
-        plan = _never_split(step.plan)
+        plan = never_split(step.plan)
         batch = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # a loss may change it in place
         given = Training.of(step, batch)
         self._training = given.under(plan).on_copies(model, optimizer, loss_fn, batch, given.samples)
-        self._subject = Subject()
-        self._subject.modules.add(model)
-        self._device = device_of(self._subject)
+        subject = Subject()
+        subject.modules.add(model)
+        self._device = device_of(subject)
+        self.subject = type(step.model).__name__
         self.target = find_target(None, model)
+        self.device = self.target.name
+        self._is_followed = self.target.cuda or plan.compile is None
+        how = "by torch's allocator" if self.target.cuda else "by following each tensor"
+        self.peak_source = f"measured {how}: the most that a step of that size holds, weights and optimizer included"
+        if not self._is_followed:
+            self.peak_source = "forecast, not measured: what compiled code holds on a CPU cannot be followed"
         self._others_bytes = self._allocated_bytes() - self._held_bytes()
         self.limit_bytes = available_bytes(model) - self._others_bytes if limit_bytes is None else limit_bytes
         self._closing = contextlib.ExitStack()
@@ -125,17 +119,6 @@ class _Copies:
         self._step: TrainStep | None = None
         self._state: StepState | None = None
         self._largest_that_ran = 0
-
-    @property
-    def peak_source(self) -> str:
-        if not self._is_followed:
-            return "forecast, not measured: what compiled code holds on a CPU cannot be followed"
-        how = "by torch's allocator" if self.target.cuda else "by following each tensor"
-        return f"measured {how}: the most that a step of that size holds, weights and optimizer included"
-
-    @property
-    def _is_followed(self) -> bool:
-        return self.target.cuda or self._training.plan.compile is None
 
     def close(self) -> None:
         self._close_step()
@@ -182,8 +165,6 @@ class _Copies:
 
     def _first_steps(self, batch_size: int) -> int | None:
         """The most that they held, of this training alone; None where that cannot be followed."""
-        import torch
-
         with self._errors(batch_size):
             if not self._is_followed:
                 self._take(batch_size)
@@ -198,8 +179,6 @@ class _Copies:
 
     def _allocated_bytes(self) -> int:
         """On CUDA, by all of this process: the user's own model is among it. On the CPU nothing counts that."""
-        import torch
-
         return int(torch.cuda.memory_allocated(self.target.name)) if self.target.cuda else 0
 
     def _held_bytes(self) -> int:
@@ -252,13 +231,6 @@ class _Copies:
             self._step = None
 
 
-def _never_split(plan: Plan) -> Plan:
-    """A size that does not fit must not pass for one that does."""
-    if plan.out_of_memory == "raise":
-        return plan
-    return plan.with_choice("out_of_memory", "raise", "a size is measured whole or not at all")
-
-
 @contextlib.contextmanager
 def _one_version_a_size(plan: Plan) -> Iterator[None]:
     """Compile each size for itself, as a run of that size alone would: by default torch takes the second size as a sign
@@ -272,8 +244,8 @@ def _one_version_a_size(plan: Plan) -> Iterator[None]:
 
 def _checked(
     step: TrainStep, batch: object, at_least: int, at_most: int | None, factor: float, limit: int | str | None
-) -> tuple[Range, int | None, int]:
-    """The sizes, the limit and how many samples the batch has. UsageError for what cannot be measured."""
+) -> tuple[Range, int | None]:
+    """The sizes, and the limit. UsageError for what cannot be measured."""
     samples = Training.of(step, batch).samples
     _check_step(step)
     as_whole_number(at_least, "at_least")
@@ -291,7 +263,7 @@ def _checked(
     if parts > at_least:
         at_least, reason = min(parts, samples), f"the plan splits a batch into micro_batches = {parts}"
     sizes = Range(given=samples, at_least=at_least, at_most=at_most, factor=factor, least_reason=reason)
-    return sizes, None if limit is None else as_bytes(limit, "limit"), samples
+    return sizes, None if limit is None else as_bytes(limit, "limit")
 
 
 def _check_step(step: TrainStep) -> None:

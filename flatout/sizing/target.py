@@ -5,7 +5,7 @@ How much memory it has, and what offloading activations to its host adds to a st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flatout.environment import cuda_allocator_settings
@@ -37,8 +37,9 @@ def find_target(device: str | torch.device | None, model: nn.Module) -> Target:
     UsageError with the nearest names where there is no such device.
     """
     target = _device_named(device, model)
-    text = cuda_allocator_settings()
-    return replace(target, settings=AllocatorSettings.from_text(text)) if target.cuda and text else target
+    if not target.cuda:
+        return target
+    return replace(target, settings=AllocatorSettings.from_text(cuda_allocator_settings()))
 
 
 def _device_named(device: str | torch.device | None, model: nn.Module) -> Target:
@@ -101,16 +102,10 @@ def available_bytes(model: nn.Module) -> int:
     return int(free) + int(torch.cuda.memory_reserved(device))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferTime:
-    """Time of a step with the transfers over that without; None: unknown, and `how` says why."""
+def transfer_time(target: Target, plan: Plan, moved_bytes: int, operations: float) -> tuple[float | None, str]:
+    """(time of a step with the transfers over that without, how that is known); None: unknown, and why.
 
-    ratio: float | None
-    how: str
-
-
-def transfer_time(target: Target, plan: Plan, moved_bytes: int, operations: float) -> TransferTime:
-    """For a step of `operations` floating point operations that moves `moved_bytes` out and back in.
+    For a step of `operations` floating point operations that moves `moved_bytes` out and back in.
 
     Both at their ceilings: the link's, measured where that GPU is here and published otherwise, and the published peak
     of the plan's dtype. Copies and products share one stream, so their times add up.
@@ -118,16 +113,16 @@ def transfer_time(target: Target, plan: Plan, moved_bytes: int, operations: floa
     entry, link, source = _figures(target)
     dtype = _dtype(plan)
     if link is None:
-        return TransferTime(ratio=None, how=f"unknown, because {source}")
+        return None, f"unknown, because {source}"
     if entry is None or dtype not in entry.flops_per_second:
-        return TransferTime(ratio=None, how=f"unknown, because no peak of {target.name} in {dtype} is published")
+        return None, f"unknown, because no peak of {target.name} in {dtype} is published"
     computing_seconds = operations / entry.flops_per_second[dtype]
     moving_seconds = 2 * moved_bytes / link
-    return TransferTime(
-        ratio=1 + moving_seconds / computing_seconds,
-        how=f"{format_bytes(2 * moved_bytes)} a step over the link to the host at {link / 1e9:.1f} GB/s ({source}), "
-        f"beside {dtype} products at their published peak",
+    how = (
+        f"{format_bytes(2 * moved_bytes)} a step over the link to the host at {link / 1e9:.1f} GB/s ({source}), "
+        f"beside {dtype} products at their published peak"
     )
+    return 1 + moving_seconds / computing_seconds, how
 
 
 def _figures(target: Target) -> tuple[GpuEntry | None, float | None, str]:

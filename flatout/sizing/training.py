@@ -70,6 +70,10 @@ class Training:
             samples=samples,
         )
 
+    def samples_wanted(self, batch_size: int | None) -> int:
+        """So many as were asked for; None: as the batch has."""
+        return self.samples if batch_size is None else as_whole_number(batch_size, "batch_size")
+
     def under(self, plan: Plan) -> Training:
         return replace(self, plan=plan)
 
@@ -130,11 +134,6 @@ class Training:
                     one.copy_(before)
 
 
-def check_batch_size(batch_size: int | None) -> None:
-    if batch_size is not None:
-        as_whole_number(batch_size, "batch_size")
-
-
 def carried_out(plan: Plan, ranks: int = 1) -> Plan:
     """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and reads no value."""
     of_ranks = ("parallel", "batch_norm", "fsdp_dtype", "fsdp_keep_gathered") if ranks > 1 else ()
@@ -144,12 +143,16 @@ def carried_out(plan: Plan, ranks: int = 1) -> Plan:
     return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
 
 
-def for_a_try(plan: Plan) -> Plan:
-    """Uncompiled, and whole: a size that does not fit must not pass for one that does."""
-    plan = plan.without(*(() if plan.compile is None else ("compile",)))
+def never_split(plan: Plan) -> Plan:
+    """A size that does not fit must not pass for one that does."""
     if plan.out_of_memory == "raise":
         return plan
-    return plan.with_choice("out_of_memory", "raise", "a try must not split")
+    return plan.with_choice("out_of_memory", "raise", "a size is tried whole or not at all")
+
+
+def for_a_try(plan: Plan) -> Plan:
+    """Uncompiled, and whole."""
+    return never_split(plan.without(*(() if plan.compile is None else ("compile",))))
 
 
 def never_captured(optimizer: Optimizer) -> None:

@@ -25,8 +25,8 @@ from flatout.source_patch.known_calls import (
     is_loss,
 )
 from flatout.source_patch.setting_forms import Notes
-from flatout.source_patch.source_file import SourceFile, called, dotted, walk, walk_own
-from flatout.source_patch.sources import Sources, Value, returned
+from flatout.source_patch.source_file import Block, SourceFile, called, dotted, walk, walk_own
+from flatout.source_patch.sources import Sources, returned
 from flatout.source_patch.training_step import TrainingStep, root_class, training_step
 from flatout.source_patch.tuned_loop import TunedLoop
 
@@ -87,7 +87,7 @@ class _Form:
     def wrap(self, call: cst.Call) -> None:
         """Its statement, or the call alone."""
         statement, file = self.file.statement_of(call), self.file
-        place = f"{file.path.name}:{file.lines(call)[0]}"
+        place = file.place(call)
         if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) > 1:
             raise NoSourceForm(f"{place}: the model's call shares its line with other statements")
         if any(one is self.step.backward for one in walk(statement)):
@@ -142,9 +142,8 @@ class _Form:
         """The call before its statement: everything else in that line stays outside of autocast."""
         start = self.file.positions[call].start
         for one in self.file.find(cst.Call, statement):
-            began, ended = self.file.positions[one].start, self.file.positions[one].end
-            is_before = (ended.line, ended.column) <= (start.line, start.column)
-            if one is not call and is_before and (began.line, began.column) < (start.line, start.column):
+            ended = self.file.positions[one].end
+            if (ended.line, ended.column) <= (start.line, start.column):
                 raise NoSourceForm(f"{place}: another call comes before the model's in one expression")
         name = self.sources.fresh_name(self.file, "model_output")
         use = f"{name}.float()" if self._shows_tensor(call) else f"{self._to_fp32()}({name})"
@@ -221,13 +220,10 @@ class _Form:
 
     def _is_fp32(self, place: int | None) -> bool:
         """Is what the model returns at this place of its tuple (None: alone) a loss that autocast computes in fp32?"""
-        kinds = {root_class(self.sources, one) for one in self._made_by(self.step.calls[0])}
+        made = self.sources.values(self.file, self.step.calls[0].func) or ()  # what the called name may stand for
+        kinds = {root_class(self.sources, one) for one in made}
         classes = [self.sources.classes(kind) for kind in kinds]
         return bool(classes) and all(len(one) == 1 and self._returns_loss(*one[0], place) for one in classes)
-
-    def _made_by(self, call: cst.Call) -> list[Value]:
-        """What the called name may stand for; none where that is unknown."""
-        return self.sources.values(self.file, call.func) or []
 
     def _returns_loss(self, file: SourceFile, kind: cst.ClassDef, place: int | None) -> bool:
         forward = next((one for one in file.find(cst.FunctionDef, kind) if one.name.value == "forward"), None)
@@ -301,7 +297,9 @@ class _Form:
         return bool(uses) and all(self._reaches_loss(one) or self._is_same_in_bf16(one) for one in uses)
 
     def _next(self, statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
-        body = list(self.file.block_of(statement).body)
+        block = self.file.parents[statement]
+        assert isinstance(block, Block)
+        body = list(block.body)
         place = body.index(statement) + 1
         following = body[place] if place < len(body) else None
         if not isinstance(following, cst.SimpleStatementLine):

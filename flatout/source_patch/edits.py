@@ -222,6 +222,8 @@ def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call:
     if not call.args:
         return call.with_changes(args=[added])
     *most, last = call.args
+    if isinstance(last.value, cst.GeneratorExp) and not last.value.lpar:  # alone it needs no parentheses of its own
+        last = last.with_deep_changes(last.value, lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     between = cst.SimpleWhitespace(" ")
     space = most[-1].comma.whitespace_after if most and isinstance(most[-1].comma, cst.Comma) else between
     if isinstance(last.comma, cst.Comma):  # a trailing one, whose whitespace ends the list

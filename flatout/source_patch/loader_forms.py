@@ -42,19 +42,20 @@ def fetch(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -
         given = _arguments(one.file, call)
         for name in ("batch_sampler", "collate_fn", "worker_init_fn"):
             if name in given:
-                raise NoSourceForm(f"{_place(one.file, call)}: the loader has its own {name}")
+                raise NoSourceForm(f"{one.file.place(call)}: the loader has its own {name}")
         if "num_workers" in given and one.file.code(given["num_workers"].value) != "0":
-            raise NoSourceForm(f"{_place(one.file, call)}: the loader has worker processes")
-        if not _in_memory(sources, one.file, given["dataset"].value):
+            raise NoSourceForm(f"{one.file.place(call)}: the loader has worker processes")
+        data = sources.values(one.file, given["dataset"].value)
+        if not data or not _are_made_by(data, IN_MEMORY):
             raise NoSourceForm(
-                f"{_place(one.file, call)}: the source does not show that its data set is a TensorDataset; others are "
+                f"{one.file.place(call)}: the source does not show that its data set is a TensorDataset; others are "
                 "fetched by whole batches under flatout run alone"
             )
         for file in sources.files:
             for attribute in file.find(cst.Attribute):
                 asked = attribute.attr.value in ASKED_OF_LOADERS
                 if asked and dotted(attribute.value).rpartition(".")[2].lower() not in SETTINGS:
-                    raise NoSourceForm(f"{_place(file, attribute)} reads {dotted(attribute)}")
+                    raise NoSourceForm(f"{file.place(attribute)} reads {dotted(attribute)}")
         _fetch_whole(sources, choice, one, given)
     return ()
 
@@ -97,13 +98,14 @@ def training_loaders(sources: Sources, step: TrainingStep) -> Sequence[Value]:
         while isinstance(node, cst.Call) and called(node) in AROUND and node.args:
             node = node.args[0].value
         values = sources.values(step.file, node)
-        if values and all(isinstance(one.node, cst.Call) and _is_loader(one) for one in values):
+        if values and _are_made_by(values, LOADERS):
             return values
     raise NoSourceForm("the source does not show which DataLoader the training loop goes over")
 
 
-def _is_loader(value: Value) -> bool:
-    return isinstance(value.node, cst.Call) and bool(value.file.qualified(value.node.func) & LOADERS)
+def _are_made_by(values: Sequence[Value], names: frozenset[str]) -> bool:
+    """Are all of them calls of one of these?"""
+    return all(isinstance(one.node, cst.Call) and one.file.qualified(one.node.func) & names for one in values)
 
 
 def _arguments(file: SourceFile, call: cst.Call) -> dict[str, cst.Arg]:
@@ -111,18 +113,11 @@ def _arguments(file: SourceFile, call: cst.Call) -> dict[str, cst.Arg]:
     found = {}
     for place, one in enumerate(call.args):
         if one.star:
-            raise NoSourceForm(f"{_place(file, call)}: some of the loader's arguments are known only when it runs")
+            raise NoSourceForm(f"{file.place(call)}: some of the loader's arguments are known only when it runs")
         found[PARAMETERS[place] if one.keyword is None else one.keyword.value] = one
     if "dataset" not in found:
-        raise NoSourceForm(f"{_place(file, call)}: the loader has no data set")
+        raise NoSourceForm(f"{file.place(call)}: the loader has no data set")
     return found
-
-
-def _in_memory(sources: Sources, file: SourceFile, dataset: cst.BaseExpression) -> bool:
-    values = sources.values(file, dataset)
-    return bool(values) and all(
-        isinstance(one.node, cst.Call) and bool(one.file.qualified(one.node.func) & IN_MEMORY) for one in values or ()
-    )
 
 
 def _fetch_whole(sources: Sources, choice: str, loader: Value, given: dict[str, cst.Arg]) -> None:
@@ -132,19 +127,20 @@ def _fetch_whole(sources: Sources, choice: str, loader: Value, given: dict[str, 
     dataset, before = code["dataset"], file.statement_of(call)
     if not dotted(given["dataset"].value):
         if before is None:
-            raise NoSourceForm(f"{_place(file, call)}: there is no line above it for the data set")
+            raise NoSourceForm(f"{file.place(call)}: there is no line above it for the data set")
         dataset = sources.fresh_name(file, "training_data")
         sources.edits.insert(file, before, choice, f"{dataset} = {code['dataset']}\n")
     shuffle = code.get("shuffle", "False")
     if shuffle not in ("True", "False"):
-        raise NoSourceForm(f"{_place(file, call)}: shuffle is {shuffle}")
+        raise NoSourceForm(f"{file.place(call)}: shuffle is {shuffle}")
     if "generator" in given and not dotted(given["generator"].value):
-        raise NoSourceForm(f"{_place(file, call)}: the generator has no name by which the sampler could share it")
+        raise NoSourceForm(f"{file.place(call)}: the generator has no name by which the sampler could share it")
     if code.get("batch_size") == "None":
-        raise NoSourceForm(f"{_place(file, call)}: with batch_size=None the loader makes no batches")
+        raise NoSourceForm(f"{file.place(call)}: with batch_size=None the loader makes no batches")
     if "sampler" in given and _is_none(sources, file, call, given["sampler"].value):
         del code["sampler"]
-    names = _sampler_names(sources, file, choice, "BatchSampler", *_order(code, shuffle))
+    order = "RandomSampler" if shuffle == "True" else "SequentialSampler"
+    names = _sampler_names(sources, file, choice, "BatchSampler", *(() if "sampler" in code else (order,)))
     generator = f", generator={code['generator']}" if shuffle == "True" and "generator" in code else ""
     sampler = code.get("sampler", "")
     if not sampler:
@@ -172,14 +168,8 @@ def _is_none(sources: Sources, file: SourceFile, call: cst.Call, sampler: cst.Ba
     values = sources.values(file, sampler)
     none = [isinstance(one.node, cst.Name) and one.node.value == "None" for one in values or ()]
     if not none or any(none) != all(none):
-        raise NoSourceForm(f"{_place(file, call)}: the source does not show whether the sampler is None")
+        raise NoSourceForm(f"{file.place(call)}: the source does not show whether the sampler is None")
     return all(none)
-
-
-def _order(code: dict[str, str], shuffle: str) -> tuple[str, ...]:
-    if "sampler" in code:
-        return ()
-    return ("RandomSampler",) if shuffle == "True" else ("SequentialSampler",)
 
 
 def _sampler_names(sources: Sources, file: SourceFile, choice: str, *names: str) -> list[str]:
@@ -231,7 +221,3 @@ def _pin(sources: Sources, choice: str, loader: Value) -> None:
     known = [edit for edit in sources.edits.made if edit.node is call and edit.choice in ("pin_memory", "non_blocking")]
     if not known:
         sources.edits.add_keyword(file, call, choice, pin_memory="True")
-
-
-def _place(file: SourceFile, node: cst.CSTNode) -> str:
-    return f"{file.path.name}:{file.lines(node)[0]}"

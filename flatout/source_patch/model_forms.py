@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import libcst as cst
 
 from flatout.plan_choices import ChoiceValue
-from flatout.source_patch.edits import Changed, NoSourceForm, Replacement
+from flatout.source_patch.edits import Changed, NoSourceForm, Replacement, with_keyword
 from flatout.source_patch.setting_forms import Notes
 from flatout.source_patch.source_file import SourceFile, Statement, called, dotted, walk
-from flatout.source_patch.sources import Sources, argument_of, binds
+from flatout.source_patch.sources import Sources, argument_of, binds, has_parameter
 from flatout.source_patch.training_step import TrainingStep, root_class, training_step
 from flatout.source_patch.tuned_loop import TunedLoop
 
@@ -54,12 +52,8 @@ def _chain(node: cst.BaseExpression) -> list[cst.Call]:
 def _to_channels_last(torch: str) -> Changed:
     def change(node: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(node, cst.BaseExpression)
-        argument = cst.Arg(
-            keyword=cst.Name("memory_format"),
-            value=cst.parse_expression(f"{torch}.channels_last"),
-            equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-        )
-        return cst.Call(func=cst.Attribute(value=node, attr=cst.Name("to")), args=[argument])
+        moved = cst.Call(func=cst.Attribute(value=node, attr=cst.Name("to")))
+        return with_keyword(moved, "memory_format", f"{torch}.channels_last")
 
     return change
 
@@ -72,40 +66,28 @@ def compile_model(sources: Sources, choice: str, value: ChoiceValue, tuned: Tune
     step = training_step(sources, tuned.trained)
     if value == "regional":
         return _compile_blocks(sources, choice, step, tuned.repeated_block)
-    torch = sources.torch_name(step.file, choice)
+    file, model = step.file, step.model
+    torch = sources.torch_name(file, choice)
     how = f"options={AS_EAGER}" if value == "default" else f'mode="{value}"'
-    name = sources.fresh_name(step.file, f"compiled_{step.model.rpartition('.')[2]}")
+    name = sources.fresh_name(file, f"compiled_{model.rpartition('.')[2]}")
+    renamed: list[cst.BaseExpression] = [one.func for one in step.calls]
+    where: Statement | None = None
     caller = _only_caller(sources, step)
-    if caller is not None and _passes_through(step, caller):
-        file, call = caller
-        argument = _argument_of_model(step, file, call)
-        if argument is not None and file is step.file:
-            where = _before_loop(file, call, dotted(argument.value))
-            code = f"{name} = {torch}.compile({dotted(argument.value)}, {how})\n"
-            sources.edits.insert(file, where, choice, code)
-            _rename(sources, file, argument.value, choice, name)
-            return _drawn(value)
-        if argument is None and file is step.file and _sees_names_of(step, call):
-            where = _before_loop(file, call, step.model)
-            sources.edits.insert(file, where, choice, f"{name} = {torch}.compile({step.model}, {how})\n")
-            for one in step.calls:
-                _rename(sources, step.file, one.func, choice, name)
-            return _drawn(value)
-    where = _before_training(step)
-    sources.edits.insert(step.file, where, choice, f"{name} = {torch}.compile({step.model}, {how})\n")
-    for one in step.calls:
-        _rename(sources, step.file, one.func, choice, name)
-    return _drawn(value)
-
-
-def _drawn(value: ChoiceValue) -> Notes:
-    if value == "default":
-        return ()
-    return ("dropout draws other random numbers than under flatout run",)
-
-
-def _rename(sources: Sources, file: SourceFile, node: cst.CSTNode, choice: str, name: str) -> None:
-    sources.edits.add(Replacement(file=file, node=node, choice=choice, change=lambda _: cst.Name(name)))
+    if caller is not None and caller[0] is file and _may_be_compiled(step):
+        call = caller[1]
+        argument = _argument_of_model(step, call)
+        if argument is not None:
+            model, renamed = dotted(argument.value), [argument.value]
+            where = _before_loop(file, call, model)
+        elif step.function is not None and not has_parameter(step.function, model):
+            around = file.function_of(call)
+            if around is None or around is file.function_of(step.function):  # the function sees names of that place
+                where = _before_loop(file, call, model)
+    where = _before_training(step) if where is None else where
+    sources.edits.insert(file, where, choice, f"{name} = {torch}.compile({model}, {how})\n")
+    for node in renamed:
+        sources.edits.add(Replacement(file=file, node=node, choice=choice, change=lambda _: cst.Name(name)))
+    return () if value == "default" else ("dropout draws other random numbers than under flatout run",)
 
 
 def _only_caller(sources: Sources, step: TrainingStep) -> tuple[SourceFile, cst.Call] | None:
@@ -116,32 +98,22 @@ def _only_caller(sources: Sources, step: TrainingStep) -> tuple[SourceFile, cst.
     return calls[0] if len(calls) == 1 else None
 
 
-def _argument_of_model(step: TrainingStep, file: SourceFile, call: cst.Call) -> cst.Arg | None:
+def _argument_of_model(step: TrainingStep, call: cst.Call) -> cst.Arg | None:
     """What the caller passes as the model; None: the function has it from elsewhere."""
-    if step.function is None or not _is_parameter(step):
+    if not has_parameter(step.function, step.model):
         return None
     is_method = step.file.class_of(step.function) is not None
     argument = argument_of(call, step.function, step.model, is_method=is_method)
     return argument if argument is not None and dotted(argument.value) else None
 
 
-def _is_parameter(step: TrainingStep) -> bool:
-    function = step.function
-    return function is not None and any(one.name.value == step.model for one in walk_parameters(function))
-
-
-def walk_parameters(function: cst.FunctionDef) -> Sequence[cst.Param]:
-    parameters = function.params
-    return [*parameters.posonly_params, *parameters.params, *parameters.kwonly_params]
-
-
-def _passes_through(step: TrainingStep, caller: tuple[SourceFile, cst.Call]) -> bool:
+def _may_be_compiled(step: TrainingStep) -> bool:
     """May the function be given a compiled model? It must call it in training alone, and ask nothing else of it than
     what a compiled model answers as the model does. A name that is no parameter only has to stay what it is."""
     function = step.function
     if function is None or binds(function.body, step.model):
         return False
-    if not _is_parameter(step):
+    if not has_parameter(function, step.model):
         return "." not in step.model
     mine = {call.func for call in step.calls}
     for node in walk(function.body):
@@ -157,21 +129,14 @@ def _passes_through(step: TrainingStep, caller: tuple[SourceFile, cst.Call]) -> 
     return True
 
 
-def _sees_names_of(step: TrainingStep, call: cst.Call) -> bool:
-    """Does the function that trains see names that are bound where it is called?"""
-    assert step.function is not None
-    around = step.file.function_of(call)
-    return around is None or around is step.file.function_of(step.function)
-
-
 def _before_training(step: TrainingStep) -> Statement:
     """The outermost loop around the step, in its function, in which the model stays the same. Without one the lines
     there run in every step."""
     where = _before_loop(step.file, step.backward, step.model)
     if where is step.file.statement_of(step.backward):
-        place = f"{step.file.path.name}:{step.file.lines(step.backward)[0]}"
         raise NoSourceForm(
-            f"{place}: no loop is around the step in its function, before which {step.model} is compiled"
+            f"{step.file.place(step.backward)}: no loop is around the step in its function, before which {step.model} "
+            "is compiled"
         )
     return where
 
@@ -188,7 +153,7 @@ def _before_loop(file: SourceFile, node: cst.CSTNode, model: str) -> Statement:
                 break
             found = file.statement_of(one)
     if found is None:
-        raise NoSourceForm(f"{file.path.name}:{file.lines(node)[0]} shares its line with the header of its block")
+        raise NoSourceForm(f"{file.place(node)} shares its line with the header of its block")
     return found
 
 
@@ -197,16 +162,18 @@ def _compile_blocks(sources: Sources, choice: str, step: TrainingStep, block: st
         raise NoSourceForm("only the report of the tune names the blocks that repeat, and it is not there")
     classes = sources.classes(block)
     if not classes:
-        raise NoSourceForm(f"the blocks are of torch's own class {block}, which cannot be compiled in place")
+        raise NoSourceForm(
+            f"no file of the script has the class {block} of the blocks; torch's own is not compiled in place"
+        )
     file, model, caller = step.file, step.model, _only_caller(sources, step)
-    argument = None if caller is None else _argument_of_model(step, *caller)
-    by_caller = argument is not None or (not _is_parameter(step) and "." not in model and not _bound_in(step))
-    if caller is not None and by_caller:
-        file, call = caller
-        model = dotted(argument.value) if argument is not None else model
-        where = _before_loop(file, call, model)
-    else:
-        where = _before_training(step)
+    where: Statement | None = None
+    if caller is not None and step.function is not None:
+        argument = _argument_of_model(step, caller[1])
+        is_own = has_parameter(step.function, model) or "." in model or binds(step.function.body, model)
+        if argument is not None or not is_own:
+            file, model = caller[0], model if argument is None else dotted(argument.value)
+            where = _before_loop(file, caller[1], model)
+    where = _before_training(step) if where is None else where
     name = sources.fresh_name(file, "repeated_block")
     known = file.find(cst.ClassDef) if classes[0][0] is file else ()
     seen = any(
@@ -217,10 +184,6 @@ def _compile_blocks(sources: Sources, choice: str, step: TrainingStep, block: st
     code = f"for {name} in {model}.modules():\n    if {test}:\n        {name}.compile({sizes}options={AS_EAGER})\n"
     sources.edits.insert(file, where, choice, code)
     return ("evaluation runs the compiled blocks too, so that its numbers may differ by rounding",)
-
-
-def _bound_in(step: TrainingStep) -> bool:
-    return step.function is not None and binds(step.function.body, step.model)
 
 
 def _alike(sources: Sources, block: str) -> bool:

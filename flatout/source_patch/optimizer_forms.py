@@ -5,10 +5,10 @@ from __future__ import annotations
 import libcst as cst
 
 from flatout.plan_choices import ChoiceValue
-from flatout.source_patch.edits import NoSourceForm
+from flatout.source_patch.edits import NoSourceForm, Replacement
 from flatout.source_patch.known_calls import FOREACH, FUSABLE, optimizer_kind
 from flatout.source_patch.setting_forms import Notes
-from flatout.source_patch.source_file import SourceFile, called, has_stars, keyword
+from flatout.source_patch.source_file import called, keyword
 from flatout.source_patch.sources import Sources
 from flatout.source_patch.tuned_loop import TunedLoop
 
@@ -26,8 +26,8 @@ def optimizer(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoo
         wanted = ", ".join(sorted(seen or kinds))
         raise NoSourceForm(f"no call of torch.optim's {wanted} was found by name")
     for file, call, kind in fitting:
-        place = f"{file.path.name}:{file.lines(call)[0]}"
-        if has_stars(call) and any(one.star == "**" for one in call.args):
+        place = file.place(call)
+        if any(one.star == "**" for one in call.args):
             raise NoSourceForm(f"{place} passes keywords of {kind} that are known only when the script runs")
         if (given := next((one for one in CHOSEN if keyword(call, one)), None)) is not None:
             raise NoSourceForm(f"{place} sets {given} itself")
@@ -43,11 +43,15 @@ def zero_grad(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoo
     mentioned = sources.mentions(".grad\n", ".grad ", ".grad.", ".grad)", ".grad,", ".grad[", "requires_grad")
     if mentioned:
         raise NoSourceForm(f"the script mentions {mentioned.strip()}, and a gradient that is None is not zero there")
-    found = [(file, call) for file, call in sources.calls() if called(call) == "zero_grad" and _fills(call)]
+    found = [
+        (file, given.value)
+        for file, call in sources.calls()
+        if called(call) == "zero_grad" and (given := _argument(call)) is not None and _is_false(given.value)
+    ]
     if not found:
         raise NoSourceForm("no call of zero_grad(set_to_none=False) was found")
-    for file, call in found:
-        _set_to_none(sources, file, call, choice)
+    for file, node in found:
+        sources.edits.add(Replacement(file=file, node=node, choice=choice, change=lambda _: cst.Name("True")))
     return ("the same numbers only if every parameter gets a gradient in every step",)
 
 
@@ -56,14 +60,5 @@ def _argument(call: cst.Call) -> cst.Arg | None:
     return given or next((one for one in call.args if one.keyword is None and not one.star), None)
 
 
-def _fills(call: cst.Call) -> bool:
-    given = _argument(call)
-    return given is not None and isinstance(given.value, cst.Name) and given.value.value == "False"
-
-
-def _set_to_none(sources: Sources, file: SourceFile, call: cst.Call, choice: str) -> None:
-    from flatout.source_patch.edits import Replacement
-
-    given = _argument(call)
-    assert given is not None
-    sources.edits.add(Replacement(file=file, node=given.value, choice=choice, change=lambda node: cst.Name("True")))
+def _is_false(node: cst.BaseExpression) -> bool:
+    return isinstance(node, cst.Name) and node.value == "False"

@@ -19,8 +19,7 @@ class Gain:
     """Choices that were tried at the same time, so that the gain is theirs too."""
 
     def to_json(self) -> dict[str, object]:
-        found = None if self.comparison is None else self.comparison.to_json()
-        return {"comparison": found, "reason": self.reason, "together_with": list(self.together_with)}
+        return {**asdict(self), "comparison": self.comparison and self.comparison.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class SourceChange:
     """What of it is not exactly as under `flatout run`."""
 
     def to_json(self) -> dict[str, object]:
-        return {"choice": self.choice, "value": self.value, "gain": self.gain.to_json(), "notes": list(self.notes)}
+        return {**asdict(self), "gain": self.gain.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +48,7 @@ class LeftToRun:
     """Environment variables (NAME=VALUE) that do the same for plain Python; empty: only `flatout run` does it."""
 
     def to_json(self) -> dict[str, object]:
-        found: dict[str, object] = {**asdict(self), "gain": self.gain.to_json(), "command": list(self.command)}
-        return found
+        return {**asdict(self), "gain": self.gain.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)

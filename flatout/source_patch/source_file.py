@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -79,6 +79,10 @@ class SourceFile:
         names = scope.get_qualified_names_for(node)
         return {one.name for one in names if one.source is QualifiedNameSource.IMPORT}
 
+    def place(self, node: cst.CSTNode) -> str:
+        """'train.py:12'."""
+        return f"{self.path.name}:{self.lines(node)[0]}"
+
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """From its parent to the module."""
         while (parent := self.parents.get(node)) is not None:
@@ -92,11 +96,6 @@ class SourceFile:
             if isinstance(one, Statement):
                 return one if isinstance(self.parents.get(one), Block) else None
         return None
-
-    def block_of(self, statement: Statement) -> Block:
-        block = self.parents[statement]
-        assert isinstance(block, Block)
-        return block
 
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """The innermost function around it."""
@@ -151,11 +150,6 @@ def dotted(node: cst.BaseExpression) -> str:
     return ".".join([node.value, *reversed(parts)])
 
 
-def has_stars(call: cst.Call) -> bool:
-    """Are some of its arguments unpacked at run time?"""
-    return any(argument.star for argument in call.args)
-
-
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:
     return next((one for one in call.args if one.keyword is not None and one.keyword.value == name), None)
 
@@ -167,9 +161,10 @@ def called(call: cst.Call) -> str:
     return call.func.value if isinstance(call.func, cst.Name) else ""
 
 
-def unwrapped(call: cst.BaseExpression, names: Iterable[str]) -> cst.BaseExpression:
-    """`X` of `X.to(device).cuda()`, for the methods `names`."""
-    known = set(names)
-    while isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value in known:
+def unwrapped(call: cst.BaseExpression, names: Container[str] | None = None) -> cst.BaseExpression:
+    """`X` of `X.to(device).cuda()`, for the methods `names`, or all."""
+    while isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute):
+        if names is not None and call.func.attr.value not in names:
+            break
         call = call.func.value
     return call

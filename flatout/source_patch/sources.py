@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 import libcst as cst
 
 from flatout.source_patch.edits import Edits, Insertion, NoSourceForm
-from flatout.source_patch.source_file import SourceFile, called, dotted, walk, walk_own
+from flatout.source_patch.source_file import SourceFile, called, dotted, unwrapped, walk, walk_own
 
 CONSTANTS = ("None", "True", "False")
 OF_MODULES = ("train", "eval", "forward", "to")
@@ -24,8 +26,6 @@ class Value:
 
     file: SourceFile
     node: cst.BaseExpression
-    statement: cst.CSTNode | None = None
-    """The assignment that gives it a name; None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,33 +82,21 @@ class Sources:
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
             found, imported = self.functions(node.func.value), file.qualified(node.func)
             if len(found) == 1 and not any(name.startswith("torch.") for name in imported):
-                return self._all(found[0][0], returned(found[0][1]), depth)
+                ((place, function),) = found
+                results = returned(function)
+                return _together(self.values(place, one, depth - 1) for one in results) if results else None
         return [Value(file=file, node=node)]
-
-    def _all(self, file: SourceFile, nodes: Sequence[cst.BaseExpression], depth: int) -> list[Value] | None:
-        found = [self.values(file, node, depth - 1) for node in nodes]
-        return [value for values in found for value in values or ()] if found and None not in found else None
 
     def _of_name(self, file: SourceFile, node: cst.BaseExpression, depth: int) -> list[Value] | None:
         name = dotted(node)
-        found: list[Value] = []
         if any(name in [item.name.value for item in one.names] for one in file.find(cst.Global)):
             return None  # bound by functions too
         for scope in self._scopes(file, node):
             bound = list(_bindings(scope, name))
-            parameter = _parameter(scope, name)
-            if parameter is not None and isinstance(scope, cst.FunctionDef):
-                given = self._arguments(file, scope, parameter, depth)
-                if given is None:
-                    return None
-                found += given
-            for statement, value, index in bound:
-                values = self._bound(file, statement, value, index, name, depth)
-                if values is None:
-                    return None
-                found += values
-            if bound or parameter is not None:
-                return found
+            if bound or has_parameter(scope, name):
+                given = (self._arguments(file, one, name, depth) for one in [scope] if has_parameter(one, name))
+                values = (self._bound(file, value, index, name, depth) for value, index in bound)
+                return _together(itertools.chain(given, values))
         return None
 
     def _scopes(self, file: SourceFile, node: cst.CSTNode) -> list[cst.CSTNode]:
@@ -120,50 +108,33 @@ class Sources:
         return [*functions, file.tree]
 
     def _bound(
-        self,
-        file: SourceFile,
-        statement: cst.CSTNode,
-        value: cst.BaseExpression | None,
-        index: int | None,
-        name: str,
-        depth: int,
+        self, file: SourceFile, value: cst.BaseExpression | None, index: int | None, name: str, depth: int
     ) -> list[Value] | None:
         if value is None:
             return None
         if index is None:
-            if isinstance(value, cst.Call) and dotted(_receiver(value)) == name:  # model = model.to(device)
+            if isinstance(value, cst.Call) and dotted(unwrapped(value)) == name:  # model = model.to(device)
                 return []
-            own = self.values(file, value, depth - 1)
-            if own is not None and len(own) == 1 and own[0].node is value:
-                return [Value(file=file, node=value, statement=statement)]
-            return own
+            return self.values(file, value, depth - 1)
         if isinstance(value, (cst.Tuple, cst.List)):
             return self.values(file, value.elements[index].value, depth - 1) if index < len(value.elements) else None
         made = self.values(file, value, depth - 1)
         if made is None or not all(isinstance(one.node, cst.Tuple) for one in made):
             return None
-        found: list[Value] = []
-        for one in made:
-            elements = one.node.elements if isinstance(one.node, cst.Tuple) else ()
-            values = self.values(one.file, elements[index].value, depth - 1) if index < len(elements) else None
-            if values is None:
-                return None
-            found += values
-        return found
+        return _together(
+            self.values(one.file, one.node.elements[index].value, depth - 1) if index < len(one.node.elements) else None
+            for one in made
+            if isinstance(one.node, cst.Tuple)
+        )
 
     def _arguments(self, file: SourceFile, function: cst.FunctionDef, name: str, depth: int) -> list[Value] | None:
         """What callers pass for a parameter."""
         calls = self.callers(file, function)
         if not calls or (len(self.functions(function.name.value)) > 1 and function.name.value != "__init__"):
             return None
-        found: list[Value] = []
-        for place, call in calls:
-            argument = argument_of(call, function, name, is_method=file.class_of(function) is not None)
-            values = None if argument is None else self.values(place, argument.value, depth - 1)
-            if values is None:
-                return None
-            found += values
-        return found
+        is_method = file.class_of(function) is not None
+        given = ((place, argument_of(call, function, name, is_method=is_method)) for place, call in calls)
+        return _together(None if one is None else self.values(place, one.value, depth - 1) for place, one in given)
 
     def torch_name(self, file: SourceFile, choice: str) -> str:
         """What torch is called in a file; it is imported where it is not yet."""
@@ -178,9 +149,10 @@ class Sources:
     def where_torch_is(self, file: SourceFile) -> cst.BaseStatement | cst.SimpleStatementLine:
         """The statement after which torch has the name that `torch_name` returns: the last of the imports at the top of
         a file, or a later one that binds it."""
-        last, places = last_import(file), {id(one): place for place, one in enumerate(file.tree.body)}
-        binding = next((one for one in file.tree.body if _binds_torch(file, one)), last)
-        return binding if places[id(binding)] > places[id(last)] else last
+        body: list[cst.BaseStatement | cst.SimpleStatementLine] = list(file.tree.body)
+        last = last_import(file)
+        binding = next((one for one in body if _binds_torch(file, one)), last)
+        return max(last, binding, key=lambda one: body.index(one))
 
     def fresh_name(self, file: SourceFile, wanted: str) -> str:
         """A name that the file does not use."""
@@ -191,12 +163,24 @@ class Sources:
         return name
 
 
+def _together(each: Iterable[list[Value] | None]) -> list[Value] | None:
+    """All of them; None as soon as one is not known."""
+    found: list[Value] = []
+    for values in each:
+        if values is None:
+            return None
+        found += values
+    return found
+
+
 def _binds_torch(file: SourceFile, statement: cst.CSTNode) -> str:
     """The name that torch has after this statement at the top of a file; '' where it binds none."""
     for node in file.find(cst.ImportAlias, statement):
-        if dotted(node.name) == "torch" and file.function_of(node) is None and _is_import(file, node):
+        if not isinstance(file.parents[node], cst.Import) or file.function_of(node) is not None:
+            continue
+        if dotted(node.name) == "torch":
             return node.evaluated_alias or "torch"
-        if dotted(node.name).startswith("torch.") and node.asname is None and _is_import(file, node):
+        if _is_torchs(dotted(node.name)) and node.asname is None:
             return "torch"  # `import torch.nn` binds torch
     return ""
 
@@ -250,55 +234,38 @@ def _is_torchs(name: str) -> bool:
     return name.partition(".")[0] == "torch"
 
 
-def _is_import(file: SourceFile, alias: cst.ImportAlias) -> bool:
-    return isinstance(file.parents[alias], cst.Import)
-
-
 def returned(function: cst.FunctionDef) -> list[cst.BaseExpression]:
     return [one.value for one in walk_own(function.body) if isinstance(one, cst.Return) and one.value is not None]
 
 
-def _receiver(call: cst.Call) -> cst.BaseExpression:
-    """What the first of a chain of methods is called on: `model` of `model.to(device).train()`."""
-    node: cst.BaseExpression = call
-    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        node = node.func.value
-    return node
-
-
-def _parameter(scope: cst.CSTNode, name: str) -> str | None:
-    """The name, if it is a parameter of this function."""
+def has_parameter(scope: cst.CSTNode | None, name: str) -> TypeGuard[cst.FunctionDef]:
+    """Is it a function with a parameter of this name?"""
     if not isinstance(scope, cst.FunctionDef):
-        return None
+        return False
     parameters = (*scope.params.posonly_params, *scope.params.params, *scope.params.kwonly_params)
-    return name if any(one.name.value == name for one in parameters) else None
+    return any(one.name.value == name for one in parameters)
 
 
-def _bindings(scope: cst.CSTNode, name: str) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression | None, int | None]]:
-    """(statement, value, place in that value) of each assignment to `name`; value None: it is bound in another way."""
+def _bindings(scope: cst.CSTNode, name: str) -> Iterator[tuple[cst.BaseExpression | None, int | None]]:
+    """(value, place in that value) of each assignment to `name`; value None: it is bound in another way. In a class
+    also those inside functions, as attributes of `self` are set in methods."""
     inside = scope.body if isinstance(scope, cst.FunctionDef) else scope
-    for node in _statements(inside, whole=isinstance(scope, cst.ClassDef)):
+    for node in walk(inside) if isinstance(scope, cst.ClassDef) else walk_own(inside):
         if isinstance(node, cst.Assign):
             for target in node.targets:
-                yield from ((node, node.value, place) for place in _places(target.target, name))
-        elif isinstance(node, cst.AnnAssign) and node.value is not None:
-            yield from ((node, node.value, place) for place in _places(node.target, name))
+                yield from ((node.value, place) for place in _places(target.target, name))
+        elif isinstance(node, (cst.AnnAssign, cst.NamedExpr)):
+            if node.value is not None:
+                yield from ((node.value, place) for place in _places(node.target, name))
         elif isinstance(node, (cst.For, cst.CompFor)):
-            yield from ((node, None, None) for _ in _places(node.target, name))
+            yield from ((None, None) for _ in _places(node.target, name))
         elif isinstance(node, cst.AsName):
-            yield from ((node, None, None) for _ in _places(node.name, name))
-        elif isinstance(node, cst.NamedExpr):
-            yield from ((node, node.value, place) for place in _places(node.target, name))
+            yield from ((None, None) for _ in _places(node.name, name))
 
 
 def binds(inside: cst.CSTNode, name: str) -> bool:
     """Is `name` assigned to in there, outside of functions that are defined in it?"""
     return any(True for _ in _bindings(inside, name))
-
-
-def _statements(inside: cst.CSTNode, *, whole: bool) -> Iterator[cst.CSTNode]:
-    """whole: also what is inside functions, as attributes of `self` are set in methods."""
-    return walk(inside) if whole else walk_own(inside)
 
 
 def _places(target: cst.BaseExpression, name: str) -> Iterator[int | None]:

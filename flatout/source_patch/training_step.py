@@ -47,7 +47,7 @@ def training_step(sources: Sources, trained: frozenset[str] | None) -> TrainingS
     """
     found = [(file, call) for file, call in sources.calls() if _is_backward(file, call)]
     if len(found) != 1:
-        lines = ", ".join(f"{file.path.name}:{file.lines(call)[0]}" for file, call in found)
+        lines = ", ".join(file.place(call) for file, call in found)
         raise NoSourceForm(f"backward is called in {len(found)} places ({lines})" if found else "no call of backward")
     file, backward = found[0]
     function = file.function_of(backward)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flatout.decoding import decode
 from flatout.levers.observed import Observed
@@ -27,18 +28,6 @@ class TunedLoop:
     """The class of the blocks that repeat in the model."""
     optimizers: frozenset[str] | None = None
     """Their classes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Compared:
-    """What of a comparison in a report is read."""
-
-    ratio: float
-    low: float
-    high: float | None
-    confidence: float
-    pairs: int
-    verdict: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +88,8 @@ class TuneReport:
 
 
 def _comparison(data: Mapping[str, object]) -> Comparison:
-    found = decode(_Compared, {name: data.get(name) for name in _Compared.__dataclass_fields__})
-    verdict = found.verdict
-    assert verdict in ("faster", "slower", "not significant"), verdict
-    return Comparison(
-        ratio=found.ratio,
-        low=found.low,
-        high=float("inf") if found.high is None else found.high,
-        confidence=found.confidence,
-        pairs=found.pairs,
-        verdict=verdict,  # type: ignore[arg-type]  # one of the words above
-    )
+    known = {one.name: data.get(one.name) for one in fields(Comparison)}
+    return decode(Comparison, {**known, "high": math.inf if known["high"] is None else known["high"]})
 
 
 def _obstacle(plan: Plan, document: Mapping[str, object]) -> str:

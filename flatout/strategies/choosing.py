@@ -33,21 +33,19 @@ from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import stopped_by_interrupt
 from flatout.strategies.facts import ALONE, STRATEGIES, Memory, TrainingFacts, planned_for
 from flatout.strategies.found import Outcome, StrategiesFound, StrategyProof, StrategyTrial
-from flatout.strategies.prediction import Points, Predicted, cluster_of, predictions
+from flatout.strategies.prediction import Points, Predicted, group_of, predictions
 from flatout.strategies.proving import NUDGES, proved
 from flatout.strategies.sides import TwoWays, Way, trainer
 from flatout.strategies.told import FACTS, Told
 from flatout.timing import LoadWatch
 from flatout.tuning.devices.ranks_trial import RanksRefused
-from flatout.tuning.few_steps import FewSteps, compare_whole_runs
 from flatout.tuning.last_comparison import compare_afresh, not_confirmed
 from flatout.tuning.ranks.job import JobRequest, RanksJob
 from flatout.tuning.trials import RunningTrial
 from flatout.tuning.verifier import busy
-from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
+from flatout.tuning.windows import Arm, FewSteps, Pace, Pairing, compare_arms, compare_whole_runs
 from flatout.units import counted, format_bytes, format_seconds
 
-COLLECTIVES_SECONDS = 2.0
 TRIAL_SHARE, LEAST_TRIAL_SECONDS = 0.1, 4.0
 """Of the time that is left, for the windows of one trial; most are decided long before."""
 USUAL_START_SECONDS, GROUP_START = 5.0, 1.5
@@ -249,12 +247,12 @@ class _Choosing:
     def _predictions(self) -> tuple[dict[str, Predicted], float | None]:
         """(by strategy, seconds of an all_reduce of all gradients)"""
         ranks, facts = self._request.ranks, self._facts
-        cluster = cluster_of(self._collectives(), ranks)
+        group = group_of(self._collectives(), ranks)
         parts = None
         with contextlib.suppress(PlanError):
             parts = planned_for(self._request.plan, "pipeline", ranks, facts.samples).micro_batches
-        exchange = None if cluster is None else cluster.group().all_reduce_seconds(facts.parameter_bytes)
-        return predictions(facts, cluster, ranks, parts), exchange
+        exchange = None if group is None else group.all_reduce_seconds(facts.parameter_bytes)
+        return predictions(facts, group, ranks, parts), exchange
 
     def _collectives(self) -> Points:
         """Measured between the ranks; empty where that fails."""
@@ -265,7 +263,6 @@ class _Choosing:
             target=trainer(folder),
             devices=self._request.ranks,
             allow_network=self._request.allow_network,
-            seconds=COLLECTIVES_SECONDS,
         )
         try:
             with self._deadline.stage("measuring collectives"), RanksJob(folder, request) as job:
@@ -285,11 +282,7 @@ class _Choosing:
             memory = self._facts.memory.get(name, Memory(bytes=None))
             try:
                 self._plans[name] = planned_for(
-                    self._request.plan,
-                    name,
-                    self._request.ranks,
-                    self._facts.samples,
-                    self._facts.rank_threads,
+                    self._request.plan, name, self._request.ranks, self._facts.samples, self._facts.rank_threads
                 )
             except PlanError as error:
                 self._note(name, "refused", str(error))
@@ -328,15 +321,14 @@ class _Choosing:
 
     def _way(self, name: str) -> Way:
         alone = name == ALONE
+        usual_seconds = max(self._start_seconds, self._facts_seconds)
         return Way(
             setup=self._setup,
             spec=self._request.spec,
             plan=self._alone_plan if alone else self._plans[name],
             ranks=1 if alone else self._request.ranks,
             step_seconds=self._step_seconds,
-            patience_seconds=max(
-                LEAST_PATIENCE_SECONDS, PATIENT_STARTS * max(self._start_seconds, self._facts_seconds)
-            ),
+            patience_seconds=max(LEAST_PATIENCE_SECONDS, PATIENT_STARTS * usual_seconds),
             samples=self._facts.samples,
         )
 
@@ -398,9 +390,8 @@ class _Choosing:
             self._open.close()
             self._running = None
             sides = TwoWays(one=baseline, other=way)
-            return compare_whole_runs(
-                sides.baseline, sides.candidate, turns, replace(turns.pace, seconds=pace.seconds)
-            ), None
+            pace = replace(turns.pace, seconds=pace.seconds)
+            return compare_whole_runs(sides.baseline, sides.candidate, turns, pace), None
         with way.running() as ranks:
             pairing = compare_arms(self._kept_running(baseline), Arm(ranks, suspended=True), pace)
             try:

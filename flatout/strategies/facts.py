@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from flatout.data.nested import batch_length
-from flatout.errors import FlatoutError, UsageError
+from flatout.data.nested import countable_samples
+from flatout.errors import FlatoutError
 from flatout.levers.compile import repeated_blocks
 from flatout.parallel.launching.local_ranks import threads_of_rank
 from flatout.plan import Plan
-from flatout.plan_choices import ChoiceValue
 from flatout.sizing.forecasting import FORECAST_RANKS, forecast
 from flatout.statistics import median
 from flatout.strategies.made import endless, training_of
@@ -69,9 +68,6 @@ class TrainingFacts:
     def on_cpu(self) -> bool:
         return self.device == "cpu"
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def planned_for(plan: Plan, strategy: str, ranks: int, samples: int | None, rank_threads: int | None = None) -> Plan:
     """The plan with this strategy, and with what it needs. PlanError where they do not go together.
@@ -80,12 +76,11 @@ def planned_for(plan: Plan, strategy: str, ranks: int, samples: int | None, rank
     """
     if rank_threads is not None and (plan.threads or 0) > rank_threads:
         plan = plan.without("threads")
-    choices: dict[str, ChoiceValue] = {"parallel": strategy}
+    plan = plan.with_choice("parallel", strategy, "")
     if strategy == "pipeline" and (plan.micro_batches or 1) < ranks:
         parts = [ranks * each for each in MICRO_BATCHES_A_RANK]
-        choices["micro_batches"] = next((count for count in parts if samples is None or count <= samples), parts[-1])
-    for name, value in choices.items():
-        plan = plan.with_choice(name, value, "")
+        count = next((count for count in parts if samples is None or count <= samples), parts[-1])
+        plan = plan.with_choice("micro_batches", count, "")
     return plan
 
 
@@ -93,10 +88,7 @@ def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> Trai
     """limit_bytes: what one process may take; no step is timed where the forecast is above it."""
     step, batches = training_of(spec, plan)
     batch = next(endless(batches, spec))
-    try:
-        samples = batch_length(batch)
-    except UsageError:
-        samples = None
+    samples = countable_samples(batch)
     memory = {ALONE: _forecast(step, batch)}
     for name in STRATEGIES:
         step, memory[name] = _of_rank(step, batch, plan, name, ranks, samples)

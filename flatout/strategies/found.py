@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
@@ -52,9 +51,6 @@ class StrategyProof:
     rounding_weight_difference: float | None = None
     without_dropout: bool = False
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategiesFound:
@@ -93,13 +89,12 @@ class StrategiesFound:
         return self.comparison.ratio if known and self.comparison is not None else None
 
     def to_json(self) -> dict[str, object]:
-        parts: Mapping[str, object] = {
-            "facts": self.facts.to_json(),
+        return {
+            **{one.name: getattr(self, one.name) for one in fields(StrategiesFound)},
+            "facts": asdict(self.facts),
             "trials": [one.to_json() for one in self.trials],
             "plan": self.plan.choices(),
             "comparison": None if self.comparison is None else self.comparison.to_json(),
-            "proof": None if self.proof is None else self.proof.to_json(),
+            "proof": None if self.proof is None else asdict(self.proof),
             "warnings": list(self.warnings),
         }
-        names = [one.name for one in fields(StrategiesFound)]
-        return {**{name: getattr(self, name) for name in names if name not in parts}, **parts}

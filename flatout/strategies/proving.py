@@ -8,6 +8,7 @@ before the first step, makes of a run of one process.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -86,7 +87,7 @@ def judged(plain: Run, nudged: list[Run], shared: Run) -> StrategyProof:
         weight_difference=weight,
         rounding_weight_difference=weight_floor,
     )
-    if not all(_is_finite(one) for one in (loss_floor, weight_floor)):
+    if not all(math.isfinite(one) for one in (loss_floor, weight_floor)):
         return replace(proof, verdict="not comparable", reason="its numbers become infinite or NaN in one process")
     if max(loss_floor, weight_floor) > MOST_ROUNDING:
         why = f"one rounding error changes losses by {loss_floor:.0%} and weights by {weight_floor:.0%}"
@@ -113,11 +114,7 @@ def _differences(one: Run, other: Run) -> tuple[float, float]:
 
 def _largest(values: list[float]) -> float:
     """NaN where one of them is."""
-    return next((value for value in values if not _is_finite(value)), max(values))
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
+    return next((value for value in values if not math.isfinite(value)), max(values))
 
 
 def _read(folder: Path) -> Run:

@@ -12,7 +12,7 @@ from pathlib import Path
 from flatout.errors import MachineError
 from flatout.plan import Plan
 from flatout.script.entry import Target
-from flatout.script.replicas.refusal import refusal_of
+from flatout.script.replicas.settings import refusal_of
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.setup import TrialSetup
 from flatout.strategies.told import TRAINER, Told

@@ -1,6 +1,6 @@
 """The process that trains with the user's step: alone, or one of several ranks. `Told` says what it does.
 
-An error of Flatout's ends it as a refusal (`flatout.script.replicas.refusal`), which its parent reads.
+An error of Flatout's ends it as a refusal (`flatout.script.replicas.settings`), which its parent reads.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from flatout import environment
-from flatout.data.nested import batch_length
+from flatout.data.nested import countable_samples
 from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.machine.ranks import joined, joined_rank, joined_ranks
+from flatout.parallel.communication_costs import SHARINGS
 from flatout.parallel.whole_tensors import whole
-from flatout.script.replicas.recorded import dropout_left_out
-from flatout.script.replicas.refusal import Refusals
+from flatout.script.replicas.settings import Refusals
+from flatout.script.replicas.trial_rank import dropout_left_out
 from flatout.strategies.facts import facts_of
 from flatout.strategies.made import endless, training_of
 from flatout.strategies.told import FACTS, LOSSES, WEIGHTS, Role, Told
-
-SHARED = ("ddp", "zero1", "fsdp")
-"""Strategies under which each rank takes its share of a batch."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,7 +74,7 @@ def _record(told: Told, folder: Path) -> None:
 
 def _facts(told: Told, folder: Path) -> None:
     found = facts_of(told.spec, told.planned(), told.ranks, told.memory_limit_bytes)
-    (folder / FACTS).write_text(json.dumps(found.to_json()), encoding="utf-8")
+    (folder / FACTS).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 def _nudge(model: torch.nn.Module, size: float, seed: int) -> None:
@@ -99,13 +98,10 @@ def _of_all_ranks(loss: torch.Tensor) -> float:
 
 def _check_share(batch: object, told: Told) -> None:
     """UsageError where a rank that is to train on its share of a batch has the whole batch."""
-    if told.samples is None or told.ranks == 1 or told.samples < told.ranks or told.planned().parallel not in SHARED:
+    if told.samples is None or told.ranks == 1 or told.samples < told.ranks or told.planned().parallel not in SHARINGS:
         return
-    try:
-        samples = batch_length(batch)
-    except UsageError:
-        return
-    if samples >= told.samples:
+    samples = countable_samples(batch)
+    if samples is not None and samples >= told.samples:
         raise UsageError(
             f"a rank has a batch of {samples} samples",
             limit=f"a batch has {told.samples} in one process, and {told.planned().parallel} gives each rank its share",

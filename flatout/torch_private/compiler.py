@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from flatout.torch_private.lookup import required
@@ -33,10 +33,11 @@ def fx_trace_is_under_way() -> bool:
     return tracer is not None and bool(tracer.is_fx_symbolic_tracing())
 
 
-def backend_was_made() -> bool:
-    """True if torch.compile was called, even if nothing has been traced yet; no public equivalent."""
-    known = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
-    return any(backend is not None for backend in known.values())
+def compile_was_asked_for() -> bool:
+    """Has torch.compile been called, or anything been traced? Its import proves nothing: optimizers import it. No
+    public equivalent."""
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    return frames_traced() > 0 or any(backend is not None for backend in backends.values())
 
 
 def versions_compiled() -> int:
@@ -169,15 +170,19 @@ def versions_tried_in_order() -> Iterator[None]:
                 set_newest_first(True)
 
 
-def pass_over_frames(*codes: CodeType) -> None:
-    """torch.compile does not trace these, but does trace what they call; the public `torch.compiler.disable` wraps the
-    function, too."""
+def never_compiled(*functions: Any) -> None:  # Any: with a `__code__`, which no type of a callable has
+    """Make torch.compile skip the frames of these and start with what they call; the public `torch.compiler.disable`
+    wraps the function, too.
+
+    Otherwise a wrapper around all modules would be compiled instead of them: all would share the cache of its code
+    (torch gives up on the ninth), and tracebacks would lack their frames.
+    """
     strategy = required("torch._C._dynamo.eval_frame._FrameExecStrategy")  # in C, and loaded with torch
     action = required("torch._C._dynamo.eval_frame._FrameAction")
     set_strategy = required("torch._C._dynamo.eval_frame.set_code_exec_strategy")
     skipped = strategy(action.SKIP, action.DEFAULT)
-    for code in codes:
-        set_strategy(code, skipped)
+    for function in functions:
+        set_strategy(function.__code__, skipped)
 
 
 # Inductor's files

@@ -120,12 +120,7 @@ transform_level: Callable[[], int | None] = private("torch._C._functorch.maybe_c
 """The nesting level of torch.func transforms; None outside. No public equivalent."""
 
 _forward_gradients = private("torch.autograd.forward_ad")
-
-
-def forward_gradients_under_way() -> bool:
-    """Inside of torch.autograd.forward_ad.dual_level; no public equivalent."""
-    return int(_forward_gradients._current_level) >= 0
-
+"""Its `_current_level` is at least 0 inside of torch.autograd.forward_ad.dual_level; no public equivalent."""
 
 jit_trace_under_way: Callable[[], object] = private("torch._C._get_tracing_state")
 """None outside of torch.jit.trace; the public `torch.jit.is_tracing` adds a Python call."""
@@ -133,7 +128,11 @@ jit_trace_under_way: Callable[[], object] = private("torch._C._get_tracing_state
 
 def beside_autograd() -> bool:
     """Under a torch.func transform, in a level of forward gradients, or in a torch.jit.trace."""
-    return transform_level() is not None or forward_gradients_under_way() or jit_trace_under_way() is not None
+    return (
+        transform_level() is not None
+        or int(_forward_gradients._current_level) >= 0
+        or jit_trace_under_way() is not None
+    )
 
 
 profiler_is_on: Callable[[], bool] = private("torch.autograd._profiler_enabled")

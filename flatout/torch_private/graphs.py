@@ -53,7 +53,8 @@ def selects_by_mask(node: object) -> bool:
 
 def constant_divisor(node: object) -> float | None:
     """The number that a division divides by; None where it is no single number, or is not known."""
-    return _single(_saved_other(node))
+    tensor = _saved_other(node)
+    return float(tensor.detach()) if tensor is not None and tensor.numel() == 1 else None
 
 
 def multiplies_data(node: object) -> bool:
@@ -69,7 +70,3 @@ def _saved_other(node: object) -> Tensor | None:
     except RuntimeError:
         return None
     return found if hasattr(found, "numel") else None
-
-
-def _single(tensor: Tensor | None) -> float | None:
-    return float(tensor.detach()) if tensor is not None and tensor.numel() == 1 else None

@@ -3,26 +3,21 @@ would cost more than the call it is for. Importing this imports nothing of torch
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
-_modules: list[ModuleType] = []
 
-
+@functools.cache
 def dispatch() -> ModuleType:
     """`flatout.torch_private.dispatch`."""
-    if not _modules:
-        _import()
-    return _modules[0]
+    from flatout.torch_private import dispatch
+
+    return dispatch
 
 
+@functools.cache
 def tensors() -> ModuleType:
     """`flatout.torch_private.tensors`."""
-    if not _modules:
-        _import()
-    return _modules[1]
+    from flatout.torch_private import tensors
 
-
-def _import() -> None:
-    from flatout.torch_private import dispatch, tensors
-
-    _modules[:] = dispatch, tensors
+    return tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flatout.train.ranks import gathered
+from flatout.train.ranks import gathered, summed
 from flatout.train.readings import Readings
 
 if TYPE_CHECKING:
@@ -65,12 +65,7 @@ class EpochMeans:
 
     def _all_sums(self, group: ProcessGroup | None) -> dict[str, tuple[float, float]]:
         self._readings.read()
-        whole: dict[str, tuple[float, float]] = {}
-        for sums in gathered(self._sums, group):
-            for name, (total, weight) in sums.items():
-                before = whole.get(name, (0.0, 0.0))
-                whole[name] = before[0] + total, before[1] + weight
-        return whole
+        return summed(gathered(self._sums, group))
 
     def state_dict(self, group: ProcessGroup | None) -> dict[str, list[float]]:
         """The sums so far, over all ranks."""

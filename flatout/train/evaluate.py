@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.arguments import as_iterable, as_metrics, as_model, as_plan, described, wrong
 from flatout.data.batches import Batches, whole_epoch
@@ -22,7 +22,7 @@ from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
 from flatout.parallel.heartbeat import alive
-from flatout.parallel.whole_tensors import home_of
+from flatout.parallel.whole_tensors import home_of, ranks_of_calls
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
@@ -30,6 +30,7 @@ from flatout.train.global_metrics import Gathered, OverAll
 from flatout.train.loss import Metrics
 from flatout.train.loss_parts import Number
 from flatout.train.placement import explain_batch
+from flatout.train.ranks import SameLengths, gathered, summed
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -70,6 +71,13 @@ def evaluate(
     rest = data.too_few_for_ranks() if isinstance(data, Batches) and shared else None
     home = _only_device(model)
     with contextlib.ExitStack() as around:
+        if hasattr(model, "reshard"):  # FSDP2; its package is not imported to find out
+            from flatout.parallel.shard import reshard
+
+            reshard(model)  # its ranks are those of parameters that are not gathered now
+            around.callback(reshard, model)
+        others = None if shared else ranks_of_calls(model)
+        lengths = None if others is None else SameLengths(others, next(model.parameters()).device)
         around.enter_context(evaluating(model))
         around.enter_context(whole_epoch(data))
         # not inference_mode: tensors that a model creates lazily and keeps could not be used in training later
@@ -79,18 +87,18 @@ def evaluate(
         if plan.matmul_precision is not None:
             around.enter_context(matmul_precision(plan.matmul_precision))
         for given in data:
+            if lengths is not None:
+                lengths.check(ended=False)
             batch = given if home is None else to_device(given, home)
             totals.add(_measured(model, batch, metrics), batch)
             alive()
+        if lengths is not None:
+            lengths.check(ended=True)
         if rest is not None:  # every rank calls the model, because that may be a collective; one of them counts it
             batch = rest if home is None else to_device(rest, home)
             found = _measured(model, batch, metrics)
             if ranks().first:
                 totals.add(found, batch)
-        if hasattr(model, "reshard"):  # FSDP2; its package is not imported to find out
-            from flatout.parallel.shard import reshard
-
-            reshard(model)
     return totals.of_all_ranks() if shared else totals.figures()
 
 
@@ -132,16 +140,11 @@ class _Totals:
         """The figures over the batches of all ranks: a collective. Waits for the device."""
         from torch import distributed
 
-        every: list[Any] = [None] * distributed.get_world_size()  # filled by torch
         sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
         rows = {name: one.rows() for name, one in self._gathered.items()}
-        distributed.all_gather_object(every, (sums, rows))
-        whole: dict[str, tuple[Number, Number]] = {}
-        for there, _ in every:
-            for name, (total, count) in there.items():
-                before = whole.get(name, (0.0, 0))
-                whole[name] = before[0] + total, before[1] + count
-        self._sums = whole
+        distributed.get_world_size()  # raises where there is no process group
+        every = gathered((sums, rows), distributed.group.WORLD)
+        self._sums = dict(summed(there for there, _ in every))
         for name, one in self._gathered.items():
             one.take([row for _, rows_there in every for row in rows_there.get(name, ())])
         return self.figures()

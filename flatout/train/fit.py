@@ -148,7 +148,9 @@ def fit(
             _end_epoch(run, bar, evaluation, after_epoch, stop_when, whole=whole)
             if stopping.alone and stop.requested:
                 run.leave(stop, saved=True)
-    _finish(run)
+    step.finish()
+    if run.checkpoints is not None:
+        run.checkpoints.wait()
     return _result(run, step.steps - first, time.perf_counter() - began, resumed_at, ended)
 
 
@@ -176,13 +178,6 @@ def _end_epoch(
         run.stopped = _any_rank(run.call(stop_when, dict(figures)), run.step)
     run.save_epoch(ranked=whole and evaluation is not None)
     run.check_loggers()
-
-
-def _finish(run: Run) -> None:
-    """Wait for what the step and the last save still have to do."""
-    run.step.finish()
-    if run.checkpoints is not None:
-        run.checkpoints.wait()
 
 
 def _result(run: Run, steps: int, seconds: float, resumed_at: int | None, ended: Ended) -> FitResult:
@@ -337,27 +332,14 @@ def _check_ema(ema: AveragedModel, step: TrainStep) -> None:
 
 
 def _check_functions(evaluation: object, after_step: object, after_epoch: object, stop_when: object) -> None:
-    table = [
-        (
-            evaluation,
-            "evaluation",
-            0,
-            "evaluation() and returns a dict of figures",
-            "lambda: flatout.evaluate(step, test)",
-        ),
-        (after_step, "after_step", 2, "after_step(step, loss)", ""),
-        (after_epoch, "after_epoch", 3, "after_epoch(step, epoch, figures)", ""),
-        (
-            stop_when,
-            "stop_when",
-            1,
-            "stop_when(figures) and returns True to stop",
-            "lambda figures: figures['loss'] < 0.1",
-        ),
-    ]
-    for function, name, arguments, called, remedy in table:
+    def check(function: object, name: str, arguments: int, called: str, remedy: str = "") -> None:
         if function is not None:
-            as_function(function, name, arguments, limit=f"it is called as {called}", remedy=remedy)
+            as_function(function, name, arguments, limit=f"it is called as {name}({called}", remedy=remedy)
+
+    check(evaluation, "evaluation", 0, ") and returns a dict of figures", "lambda: flatout.evaluate(step, test)")
+    check(after_step, "after_step", 2, "step, loss)")
+    check(after_epoch, "after_epoch", 3, "step, epoch, figures)")
+    check(stop_when, "stop_when", 1, "figures) and returns True to stop", "lambda figures: figures['loss'] < 0.1")
 
 
 def _check_metric_of_training(
@@ -382,40 +364,26 @@ def _check_length(epochs: object, steps: object, save_every_steps: object) -> No
 
 
 def _check_source(step: TrainStep, source: Source, epochs: int | None, steps: int | None) -> None:
-    _check_passes(source, epochs, steps)
-    _check_unused(step, source, epochs)
-    _warn_of_lone_ranks(step, source)
-
-
-def _check_passes(source: Source, epochs: int | None, steps: int | None) -> None:
-    """An iterator can be read only once: raise before the first epoch rather than after it."""
+    """Refuse data that the run would use up, or that is used up; warn of ranks that each train a model of their own."""
     once = not isinstance(source, Batches) and source.once
-    if once and steps is None and (epochs or 1) > source.epoch + 1:
+    if once and steps is None and (epochs or 1) > source.epoch + 1:  # said now, and not after the first epoch
         raise UsageError(
             f"epochs is {epochs}, and the data is an iterator",
             limit="it can be read only once",
             remedy="pass epochs=1, or an object whose __iter__ starts over each time",
         )
-
-
-def _check_unused(step: TrainStep, source: Source, epochs: int | None) -> None:
-    """Refuse data whose epochs another step has used up: it would train nothing, and no error would say so."""
-    if epochs is not None and not step.steps and source.epoch >= epochs:
+    if epochs is not None and not step.steps and source.epoch >= epochs:  # it would train nothing, without an error
         raise UsageError(
             f"the data is at the end of epoch {source.epoch}, and this step has taken no step",
             limit=f"epochs is {epochs}, counted from the first of the data",
             remedy="make the data anew for each training: flatout.batches(...)",
         )
-
-
-def _warn_of_lone_ranks(step: TrainStep, source: Source) -> None:
-    """Only a warning: hooks of the script's own may average the gradients."""
     if isinstance(source, Batches | Stream) and source.ranks > 1 and step.together is None:
-        warnings.warn(
+        warnings.warn(  # no more than that: hooks of the script's own may average the gradients
             f"each of the {source.ranks} ranks trains a model of its own, on its share of the samples: the plan has no "
             "`parallel`, and the model is in no DistributedDataParallel; pass Plan(parallel='ddp') to TrainStep and "
             "batches, or rank=0, ranks=1 to batches where each is to have all samples",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TypeAlias, Typed
 from flatout.arguments import described
 from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
-from flatout.checkpoint.rank_generators import rank_and_ranks
 from flatout.checkpoint.restoring import restore
 from flatout.checkpoint.saved import Loaded
 from flatout.checkpoint.structure import split
@@ -19,6 +18,7 @@ from flatout.data.batches import Batches
 from flatout.data.given_batches import GivenBatches
 from flatout.data.stream import Stream
 from flatout.errors import NumericsError, UsageError, describe_error
+from flatout.machine.ranks import joined_ranks
 from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop
 from flatout.train.loggers import RunLoggers
@@ -168,7 +168,7 @@ class Run:
             return
         if is_first(self.step.together):
             self.checkpoints.check_writable()
-        if rank_and_ranks()[1] == 1:  # with several, a capture takes all of them
+        if joined_ranks() == 1:  # with several, a capture takes all of them
             split(capture(extra={"fit": self._state()}, **self.objects))
 
     def leave(self, stop: Stop, *, saved: bool = False) -> NoReturn:

@@ -101,6 +101,7 @@ def _more_formulas(aten: object) -> dict[Packet, Callable[..., int]]:
         "_int_mm": lambda a, b: 2 * prod(a) * b[-1],
         "_thnn_fused_lstm_cell": lambda *_, **__: 0,  # elementwise: its products are dispatched by themselves
         "convolution_backward": _convolution_backward,  # torch's own ignores groups
+        "_trilinear": _trilinear,
     }
     return {
         getattr(aten, name): _shaped(formula)
@@ -117,13 +118,17 @@ def _shaped(formula: Callable[..., int]) -> Callable[..., int]:
 
 
 def _sparse_formulas(aten: object) -> dict[Packet, Callable[..., int]]:
-    """Of products that take sparse matrices too, of which only the numbers that are stored are multiplied. These get
-    tensors: a shape does not say how many."""
+    """Of products that take sparse matrices too, of which only the numbers that are stored are multiplied, and of
+    attention that takes nested tensors. These get tensors: a shape does not say how many."""
     formulas: dict[str, Callable[..., int]] = {
         "mm": lambda a, b: _product(a, b),
         "addmm": lambda _, a, b: _product(a, b),
         "_sparse_addmm": lambda _, a, b: _product(a, b),
         "sparse_sampled_addmm": lambda found, a, b: 2 * _stored(found) * int(a.shape[-1]),
+        "_native_multi_head_attention": lambda x, _, __, qkv, b, out, *others: _attention_layer(x, (qkv, out)),
+        "_transformer_encoder_layer_fwd": lambda x, qkv, b, out, *others: _attention_layer(
+            x, (qkv, out, others[5], others[7])
+        ),
     }
     return {getattr(aten, name): _of_tensors(formula) for name, formula in formulas.items() if hasattr(aten, name)}
 
@@ -137,7 +142,9 @@ def _of_tensors(formula: Callable[..., int]) -> Callable[..., int]:
 
 def _product(a: Tensor, b: Tensor) -> int:
     """Of two sparse matrices 0: how many numbers meet is in their indices alone."""
-    sparse = _is_sparse(a), _is_sparse(b)
+    import torch
+
+    sparse = [one.layout is not torch.strided for one in (a, b)]
     if all(sparse):
         return 0
     if sparse[0]:
@@ -145,10 +152,11 @@ def _product(a: Tensor, b: Tensor) -> int:
     return 2 * int(a.shape[0]) * (_stored(b) if sparse[1] else int(b.shape[0] * b.shape[1]))
 
 
-def _is_sparse(matrix: Tensor) -> bool:
-    import torch
-
-    return matrix.layout is not torch.strided
+def _attention_layer(x: Tensor, weights: Iterable[Tensor]) -> int:
+    """Self-attention of x [batch, positions, width], or of a nested tensor of such, and its linear layers."""
+    lengths, width = [len(one) for one in x.unbind()], int(x.unbind()[0].shape[-1])
+    products = sum(lengths) * sum(one.numel() for one in weights)
+    return 2 * products + 4 * width * sum(length * length for length in lengths)
 
 
 def _stored(matrix: Tensor) -> int:
@@ -171,9 +179,21 @@ def _convolution_backward(grad: Sequence[int], x: Sequence[int], weight: Sequenc
     return int((wanted[0] + wanted[1]) * 2 * x[0] * prod(places) * prod(weight))  # its channels are those of one group
 
 
+def _trilinear(*args: Any) -> int:
+    """The products of a and b, then those of their sums with c: torch.bilinear and its gradients.
+
+    Three shapes, the dimensions that each has not, and those that are summed over.
+    """
+    shapes, expanded, summed = args[:3], args[3:6], args[6]
+    sides = []
+    for shape, places in zip(shapes, expanded, strict=True):
+        sizes = iter(shape)
+        sides.append([1 if place in places else next(sizes) for place in range(len(shape) + len(places))])
+    first = [max(sizes) for sizes in zip(*sides[:2], strict=True)]
+    rest = [1 if place in summed and place in expanded[2] else size for place, size in enumerate(first)]
+    return int(2 * prod(first) + 2 * prod(max(sizes) for sizes in zip(rest, sides[2], strict=True)))
+
+
 def _layer(x: Sequence[int], weights: Iterable[Sequence[int]]) -> int:
     """[time, batch, features] (or [batch, time, features]) through weights of [gates * hidden, inputs] each."""
-    positions = 1
-    for size in x[:-1]:
-        positions *= size
-    return int(2 * positions * sum(w[0] * w[1] for w in weights))
+    return int(2 * prod(x[:-1]) * sum(w[0] * w[1] for w in weights))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import NumericsError, UsageError
 from flatout.parallel.whole_tensors import total_norm
@@ -25,21 +25,11 @@ if TYPE_CHECKING:
     from flatout.train.split import Attempt
 
 
-class SkipsOnDevice(Protocol):
-    """A fused optimizer of torch: its kernel does nothing where `found_inf` is 1."""
-
-    grad_scale: Tensor | None
-    found_inf: Tensor
-
-    def step(self) -> object: ...
-
-
-def _skips_on_device(optimizer: object) -> TypeGuard[SkipsOnDevice]:
-    return bool(getattr(optimizer, TAKES_SCALE_IN_STEP, False))
-
-
 class GradientStep:
-    """One optimizer's steps: scaled (fp16), clipped, skipped if a gradient is not finite."""
+    """One optimizer's steps: scaled (fp16), clipped, skipped if a gradient is not finite.
+
+    name_of: the name of a parameter in messages; '' where it is not known.
+    """
 
     def __init__(
         self,
@@ -48,14 +38,16 @@ class GradientStep:
         clip_norm: float | None,
         fp16: bool,
         nonfinite: str | None,
-        norm_of: Callable[[list[Tensor]], Tensor] | None = None,
+        norm_of: Callable[[list[Tensor]], Tensor] | None,
+        name_of: Callable[[Tensor], str],
     ) -> None:
         import torch
 
         self.optimizer, self.clip_norm = optimizer, clip_norm
         self.nonfinite, self._norm_of = nonfinite, norm_of
-        self.name_of: Callable[[Tensor], str] = lambda parameter: ""
-        """For messages; '' where a parameter's name is not known."""
+        self._name_of = name_of
+        self.may_skip = fp16 or nonfinite is not None
+        """Is a step skipped whose gradient is not finite?"""
         self._known_dense = False
         device = self.parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
@@ -71,11 +63,6 @@ class GradientStep:
     def parameters(self) -> list[Tensor]:
         """Those that the optimizer has now: a layer may join later."""
         return parameters_of(self.optimizer)
-
-    @property
-    def may_skip(self) -> bool:
-        """Is a step skipped whose gradient is not finite?"""
-        return self.scaler is not None or self.nonfinite is not None
 
     @property
     def skipped(self) -> int:
@@ -123,7 +110,7 @@ class GradientStep:
         """Torch has no norm of several sparse gradients, and cannot scale one in place."""
         sparse = next(one for one in self.parameters if one.grad is not None and one.grad.is_sparse)
         asked = f"clip_norm is {self.clip_norm}" if self.clip_norm is not None else f"nonfinite is {self.nonfinite!r}"
-        name = self.name_of(sparse) or f"a parameter of shape {list(sparse.shape)}"
+        name = self._name_of(sparse) or f"a parameter of shape {list(sparse.shape)}"
         return UsageError(
             f"{asked}, and the gradient of {name} is sparse",
             limit="the norm of all gradients is computed of dense ones alone",
@@ -145,8 +132,8 @@ class GradientStep:
         self._skipped += bad.to(self._skipped.dtype)
         if self.nonfinite == "raise":
             self._flags.append((step, HostCopy(bad)))
-        optimizer = self.optimizer
-        if norm.device.type != "cpu" and _skips_on_device(optimizer):
+        optimizer: Any = self.optimizer  # a fused one of torch's, whose kernel does nothing where `found_inf` is 1
+        if norm.device.type != "cpu" and getattr(optimizer, TAKES_SCALE_IN_STEP, False):
             optimizer.grad_scale, optimizer.found_inf = None, bad
             try:
                 optimizer.step()

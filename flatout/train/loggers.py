@@ -15,9 +15,10 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol, TypedDict, TypeGuard, runtime_checkable
+from typing import IO, TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
 from flatout.arguments import as_function, as_path, as_whole_number
+from flatout.checkpoint.capturing import Stateful
 from flatout.errors import MachineError, UsageError
 from flatout.whole_files import written_whole
 
@@ -33,14 +34,6 @@ class Logger(Protocol):
     """What `fit(loggers=...)` takes; a run of wandb is one."""
 
     def log(self, figures: dict[str, float], step: int, /) -> object: ...
-
-
-class Stateful(Protocol):
-    """A logger whose state is saved and restored with the run."""
-
-    def state_dict(self) -> object: ...
-
-    def load_state_dict(self, state: object, /) -> object: ...
 
 
 class CSVLogState(TypedDict):
@@ -253,16 +246,15 @@ class RunLoggers:
 
     def state_dict(self) -> dict[str, object]:
         states = {}
-        for name, (_, place, one) in self._named().items():
+        for name, (place, one) in self._named().items():
             with self._noting_failure(place):
                 states[name] = one.state_dict()
         return states
 
     def load_state_dict(self, states: Mapping[str, object]) -> None:
         """Restore the loggers that the run had; a new one starts empty."""
-        for name, (earlier, _, one) in self._named().items():
-            state = states.get(name, states.get(earlier))
-            if state is not None:
+        for name, (_, one) in self._named().items():
+            if (state := states.get(name)) is not None:
                 one.load_state_dict(state)
 
     @contextlib.contextmanager
@@ -272,28 +264,24 @@ class RunLoggers:
         except Exception as error:
             self.failures.setdefault(place, error)
 
-    def _named(self) -> dict[str, tuple[str, int, Stateful]]:
-        """Those with a state: 'CSVLog log.csv', by type and file, or by type and number -> (by type and number, as
-        earlier versions saved it; its place; the logger). Not by the whole path: a run may be moved, with its log."""
+    def _named(self) -> dict[str, tuple[int, Stateful]]:
+        """Those with a state, and their places: 'CSVLog log.csv', by type and file, or by type and number. Not by the
+        whole path: a run may be moved, with its log."""
         numbered: dict[str, tuple[int, Stateful]] = {}
         for place, one in enumerate(self._loggers):
-            if _has_state(one):
+            if isinstance(one, Stateful):
                 kind = type(one).__name__
                 numbered[f"{kind} {sum(name.startswith(f'{kind} ') for name in numbered)}"] = place, one
         files = {
             name: f"{type(one).__name__} {_file_name(one)}" for name, (_, one) in numbered.items() if _file_name(one)
         }
         alone = {name: file for name, file in files.items() if list(files.values()).count(file) == 1}
-        return {alone.get(name, name): (name, place, one) for name, (place, one) in numbered.items()}
+        return {alone.get(name, name): entry for name, entry in numbered.items()}
 
 
 def _file_name(logger: object) -> str:
     """Of the file or folder that it writes; '' of a logger of another kind."""
     return logger.place.name if isinstance(logger, CSVLog | TensorBoardLog) else ""
-
-
-def _has_state(logger: object) -> TypeGuard[Stateful]:
-    return hasattr(logger, "state_dict") and hasattr(logger, "load_state_dict")
 
 
 def _is_of_a_step(figures: Mapping[str, float]) -> bool:

@@ -11,12 +11,13 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeGuard
 
 from flatout.arguments import as_function, described, wrong
 from flatout.data.nested import batch_length
 from flatout.errors import UsageError
 from flatout.train.global_metrics import MetricLike, as_metric, over_all
+from flatout.train.loss_parts import figures_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,28 +31,8 @@ Metrics: TypeAlias = "Callable[[Any, Any], Mapping[str, object]]"
 LossFn: TypeAlias = "Callable[[Any, Any], Tensor | tuple[Tensor, Mapping[str, Tensor | float]]]"
 """loss_fn(model, batch): a scalar tensor, or (loss, figures) with further scalars by name, means like the loss.
 
-A batch is whatever the data yields. Two further methods are optional: those of `CountsTerms` and `HasMetrics`.
+A batch is whatever the data yields. Two methods are optional: `count_terms`, a CountTerms, and `metrics`, a Metrics.
 """
-
-
-@runtime_checkable
-class CountsTerms(Protocol):
-    """A loss function that says how many terms its mean has, such as the number of valid targets."""
-
-    @property
-    def count_terms(self) -> CountTerms:
-        """A method; it returns None if the loss is a sum."""
-        ...
-
-
-@runtime_checkable
-class HasMetrics(Protocol):
-    """A loss function that says what to measure when its model is evaluated."""
-
-    @property
-    def metrics(self) -> Metrics:
-        """A method."""
-        ...
 
 
 def own_metrics(loss_fn: LossFn, count_terms: CountTerms, model: Module, batch: object) -> Mapping[str, object]:
@@ -59,10 +40,9 @@ def own_metrics(loss_fn: LossFn, count_terms: CountTerms, model: Module, batch: 
 
     If neither samples nor terms can be counted, each batch has the same weight.
     """
-    if isinstance(loss_fn, HasMetrics) and callable(loss_fn.metrics):
-        return loss_fn.metrics(model, batch)
-    from flatout.train.loss_parts import figures_of
-
+    metrics: Metrics | None = getattr(loss_fn, "metrics", None)
+    if callable(metrics):
+        return metrics(model, batch)
     loss, figures = figures_of(loss_fn(model, batch))
     terms = terms_or_none(count_terms, batch)
     return {name: _weighted(value, terms) for name, value in {"loss": loss, **figures}.items()}

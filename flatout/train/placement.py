@@ -70,18 +70,14 @@ def _explain_doubles(model: Module, batch: object, error: Exception) -> None:
 
     if "ouble" not in str(error) or any(one.dtype == torch.float64 for one in model.parameters()):
         return
+    dtype = next((str(one.dtype).removeprefix("torch.") for one in model.parameters()), "float32")
     for path, tensor in tensors_in(batch):
         if getattr(tensor, "dtype", None) == torch.float64:
             raise UsageError(
                 f"{path} is float64, the default of numpy and scikit-learn",
-                limit=f"the model's weights are {_dtype_name(model)}, and products need one dtype",
+                limit=f"the model's weights are {dtype}, and products need one dtype",
                 remedy="convert the data once: array.astype('float32') or tensor.float()",
             ) from error
-
-
-def _dtype_name(model: Module) -> str:
-    parameter = next(model.parameters(), None)
-    return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")
 
 
 def explain_devices(model: Module, batch: object, error: Exception) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from flatout.machine.process_memory import resident_bytes
 from flatout.terminal import is_terminal
 from flatout.train.flops import count_step
 from flatout.units import format_bytes
@@ -91,12 +92,8 @@ class Progress:
 
     def say_figures(self, epoch: int, figures: Mapping[str, float]) -> None:
         """Print an epoch's figures above the bar."""
-        if figures:
-            self.say(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self._bar is not None:
+        if figures and self._bar is not None:
+            text = f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             self._bar.console.print(text, highlight=False, markup=False)
 
     def _text(self, loss: float, rate: float, samples_per_second: float) -> str:
@@ -121,10 +118,8 @@ def _ceiling(device: torch.device) -> tuple[float, str] | None:
 
 def _memory_bytes() -> int:
     """With CUDA what torch's allocator holds, otherwise the resident memory of this process."""
-    import psutil
-
     torch = sys.modules["torch"]
     with contextlib.suppress(RuntimeError):
         if torch.cuda.is_initialized():
             return int(torch.cuda.memory_reserved())
-    return int(psutil.Process().memory_info().rss)
+    return resident_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -210,6 +210,16 @@ def gathered(value: T, group: ProcessGroup | None) -> list[T]:
     found = [value] * group.size()
     distributed.all_gather_object(found, value, group=group)
     return found
+
+
+def summed(every: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Pairs (sum over some items, their number) by name, each added up over all of `every`."""
+    whole: dict[str, tuple[float, float]] = {}
+    for one in every:
+        for name, (total, count) in one.items():
+            before = whole.get(name, (0.0, 0.0))
+            whole[name] = before[0] + total, before[1] + count
+    return whole
 
 
 def mean_figures(figures: Mapping[str, float], group: ProcessGroup | None) -> dict[str, float]:

@@ -42,11 +42,11 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.parallel.heartbeat import heartbeat
 from flatout.parallel.parallelize import parallelize
 from flatout.parallel.whole_tensors import ELSEWHERE, home_of
+from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call, not_in_fp32
 from flatout.precision.recurrent import lstm_gradients_right
 from flatout.train.gradients import GradientStep, check_clip_norm
-from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import CountTerms, LossFn, as_terms, own_metrics, terms_or_none
 from flatout.train.loss_parts import LossParts, Number, as_figure, detached, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
@@ -108,7 +108,9 @@ class TrainStep:
         check_optimizer_of(optimizer, model)
         check_scheduler(scheduler, optimizer)
         as_loss_fn(loss_fn)
-        _check_count_terms(count_terms)
+        if count_terms is not None:
+            limit = "it is called as count_terms(batch) and returns how many terms the loss is the mean of"
+            as_function(count_terms, "count_terms", 1, limit=limit)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
         """Optimizer steps taken, including those that were skipped."""
@@ -146,9 +148,8 @@ class TrainStep:
             fp16=self.plan.precision == "fp16",
             nonfinite=self.plan.nonfinite,
             norm_of=self._strategy.total_norm,
+            name_of=functools.partial(_name_in, model),  # no method of ours: its cycle would delay undoing
         )
-        # No method of ours: its cycle would delay undoing.
-        self._update.name_of = functools.partial(_name_in, self.model)
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
             self._in_backward = UpdatesInBackward(stepped)
@@ -161,6 +162,7 @@ class TrainStep:
         self._heartbeat: Heartbeat | None = None
         self._begun = False
         self._loss_checked = False
+        self._zero_grad = _zero_grad_of_torch(optimizer)
         self._attempts = Attempts(model)
         self._kept: Attempt | None = None
         """The buffers before the step, during a step that may be skipped."""
@@ -290,24 +292,17 @@ class TrainStep:
         self.finish()
         state = self.state_dict()
         self._undo(parts_stay=plan.parallel == self.plan.parallel)
-        step = TrainStep(
-            self.model,
-            self.optimizer,
-            self.loss_fn,
-            plan,
-            clip_norm=self._update.clip_norm,
-            scheduler=self.scheduler,
-            count_terms=self._given_count_terms,
-        )
+        step = self.for_copies(plan, self.model, self.optimizer, self.loss_fn, self.scheduler)
         # how far to split batches depends on the plan
         step.load_state_dict({**state, "micro_batches": 1, "split_samples": None})
         return step
 
-    def for_copies(self, plan: Plan, model: Module, optimizer: Optimizer, loss_fn: LossFn) -> TrainStep:
-        """A step with the same settings for copies of its model, optimizer and loss, without a scheduler."""
-        clip_norm = self._update.clip_norm
-        given = self._given_count_terms
-        return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, count_terms=given)
+    def for_copies(
+        self, plan: Plan, model: Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: LRScheduler | None = None
+    ) -> TrainStep:
+        """A step with the same settings for copies of its model, optimizer and loss."""
+        clip_norm, given = self._update.clip_norm, self._given_count_terms
+        return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, scheduler=scheduler, count_terms=given)
 
     def close(self) -> None:
         """Undo every lever: model and optimizer are as they were given, except for their training.
@@ -373,8 +368,6 @@ class TrainStep:
             del wanted["precision"]
             self._levers.enter_context(self._subject.around_calls(autocast_call("fp16")))
             self._levers.enter_context(lstm_gradients_right())
-        if "activation_checkpointing" in wanted:
-            self._levers.enter_context(without_key_value_cache(self.model))
         checkpointing = ActivationCheckpointing(self.plan.checkpointed_blocks)
         levers = [checkpointing if isinstance(one, ActivationCheckpointing) else one for one in levers_of("step")]
         choices = choices_of_plan(wanted, levers)
@@ -409,7 +402,7 @@ class TrainStep:
         was_split = False
         while True:
             attempt = self._attempt()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._free_gradients()
             try:
                 if self.micro_batches == 1 and self._strategy.is_alone:
                     loss = self._backward_whole(batch)
@@ -417,7 +410,8 @@ class TrainStep:
                     loss = self._backward(split_batch(batch, self._parts(batch)))
             except Exception as error:
                 if not is_out_of_memory(error):
-                    self._explain(error, batch)
+                    if isinstance(error, RuntimeError | TypeError):  # of devices or dtypes that do not match
+                        explain_batch(self.model, batch, error)
                     if was_split and not isinstance(error, FlatoutError):
                         raise part_fails(error, batch_length(batch), self._parts(batch)) from error
                     raise
@@ -437,6 +431,17 @@ class TrainStep:
             release(self.model, self.optimizer)
             self._split_further(batch)
             was_split = True
+
+    def _free_gradients(self) -> None:
+        """`zero_grad(set_to_none=True)`. Torch's own is not called: what it does besides, for its profiler and its
+        compiler, takes up to a tenth of a short step."""
+        import torch
+
+        if self._zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.optimizer):
+            for parameter in parameters_of(self.optimizer):
+                parameter.grad = None
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _attempt(self) -> Attempt | None:
         may_skip = self._update.may_skip  # then they are put back, whether or not it is tried again
@@ -464,7 +469,9 @@ class TrainStep:
         further = self._passes_of_others(len(parts))
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
-            if not self._needs_all_ranks(last) and sums.is_left_out(i):
+            # even without terms: the last one reduces the ranks' gradients
+            needs_all_ranks = self._strategy.calls_are_collective or (last and self.group is not None)
+            if not needs_all_ranks and sums.is_left_out(i):
                 continue
             with contextlib.nullcontext() if last else self._without_reduction():
                 returned = self._loss(part)
@@ -526,10 +533,6 @@ class TrainStep:
             self._mean_terms.wait()
         return weights, self._mean_terms.mean
 
-    def _needs_all_ranks(self, last: bool) -> bool:
-        """Does this part take place even if it has no terms? The last one reduces the ranks' gradients."""
-        return self._strategy.calls_are_collective or (last and self.group is not None)
-
     def _passes_of_others(self, parts: int) -> int:
         """How many more parts than here the rank whose share has the most of them has: this one takes part in their
         passes with a loss of 0. Known before the first pass, as another collective cannot come between those."""
@@ -578,7 +581,7 @@ class TrainStep:
             if not called:
                 raise UsageError(
                     "loss_fn never called the model that it was given",
-                    limit=f"precision = {self.plan.precision!r} acts on that call",
+                    limit="what the plan chooses acts on that call",
                     remedy="call model(...) in loss_fn, not one of its parts",
                 )
             self._loss_checked = True
@@ -588,11 +591,6 @@ class TrainStep:
         """Under DDP gradients are averaged over the ranks once per step, not once per part."""
         no_sync: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(self.model, "no_sync", None)
         return self._strategy.without_reduction() if no_sync is None else no_sync()
-
-    def _explain(self, error: Exception, batch: object) -> None:
-        """Raise a clearer error than torch's if devices or dtypes do not match; otherwise the error is the user's."""
-        if isinstance(error, RuntimeError | TypeError):
-            explain_batch(self.model, batch, error)
 
     # out of memory
 
@@ -614,13 +612,13 @@ class TrainStep:
             split_batch(batch, 2)
         except UsageError as unclear:
             raise MachineError(
-                f"a batch does not fit into the memory of {_device_of(self.model)}",
+                f"a batch does not fit into the memory of {self.device}",
                 limit=f"it cannot be split: {unclear.what}",
                 remedy=f"use a smaller batch, {remedy}",
             ) from error
         if self._parts(batch) >= samples:
             raise MachineError(
-                f"a single sample of this batch does not fit into the memory of {_device_of(self.model)}",
+                f"a single sample of this batch does not fit into the memory of {self.device}",
                 limit="a batch cannot be split further",
                 remedy=f"use {remedy}",
             ) from error
@@ -664,12 +662,6 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def _check_count_terms(count_terms: object) -> None:
-    if count_terms is not None:
-        limit = "it is called as count_terms(batch) and returns how many terms the loss is the mean of"
-        as_function(count_terms, "count_terms", 1, limit=limit)
-
-
 def _check_loss(loss: object) -> None:
     import torch
 
@@ -689,9 +681,13 @@ def _check_loss(loss: object) -> None:
         )
 
 
-def _device_of(model: Module) -> str:
-    parameter = next(model.parameters(), None)
-    return str(home_of(parameter)) if parameter is not None else "cpu"
+def _zero_grad_of_torch(optimizer: Optimizer) -> object:
+    """The `zero_grad` that this optimizer inherits, where that is torch's own and no patch of it; else None."""
+    import torch
+
+    found = torch.optim.Optimizer.zero_grad
+    own = getattr(found, "__code__", None) is not None and found.__code__.co_filename.startswith(torch.__path__[0])
+    return found if own and getattr(type(optimizer), "zero_grad", None) is found else None
 
 
 def _name_in(model: Module, parameter: Tensor) -> str:

@@ -23,20 +23,17 @@ from typing import Any, Literal
 from flatout.errors import ScriptError
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
-from flatout.script.replicas.recorded import NO_STEPS
 from flatout.script.replicas.settings import LOSSES, RECORD, Facts, Recording, Settings
-from flatout.script.replicas.starting import DevicesRequest, ranks_prepared, start_ranks
+from flatout.script.replicas.starting import QUIET, ranks_prepared, start_ranks
+from flatout.script.replicas.trial_rank import NO_STEPS
 from flatout.script.work_folder import work_folder
-from flatout.tuning import levels
+from flatout.tuning import numerics
 from flatout.tuning import proof as judge
-from flatout.tuning.levels import LevelDifference
-from flatout.tuning.numerics import Numerics
+from flatout.tuning.numerics import LevelDifference, Numerics
 
 STEPS, CHECK_EVERY = 40, 8
 SEEDS = 5
 """Of the comparison of losses over seeds."""
-QUIET = (("WANDB_MODE", "offline"), ("TORCH_CPP_LOG_LEVEL", "ERROR"))
-"""Nothing is sent to tracking services; no warning that a trial without a network finds no name of its own."""
 REPEATED = (("PYTHONWARNINGS", "ignore"),)
 """Of runs after the first, which has printed the script's warnings."""
 Verdict = Literal["equal to rounding", "alike", "different", "not comparable"]
@@ -81,7 +78,7 @@ class _Run:
     order: int
     autocast: bool
     """Does the script compute in 16 bits?"""
-    facts: Facts | None
+    facts: Facts
 
 
 def prove_devices(
@@ -98,14 +95,14 @@ def prove_devices(
     Raises ScriptError where the script fails or trains nothing, and what a rank raises that refuses to go on.
     """
     progress(f"comparing {steps} steps on one device and on {devices}")
-    found = _compared(target, devices, settings, steps, without_dropout=False)
-    proof = found.proof
-    if found.random:
+    proof, facts = _compared(target, devices, settings, steps, without_dropout=False)
+    if facts.draws_in_model:
         progress("comparing them without dropout")
-        without = _compared(target, devices, settings, steps, without_dropout=True)
-        if not without.random:
-            proof = replace(without.proof, without_dropout=True)
-    if proof.verdict == "different" or not over_seeds or not (found.random or found.batch_norms):
+        without, facts_without = _compared(target, devices, settings, steps, without_dropout=True)
+        if not facts_without.draws_in_model:
+            proof = replace(without, without_dropout=True)
+    shares = facts.batch_norms > 0 and not facts.multiplied  # of which they see mean and variance
+    if proof.verdict == "different" or not over_seeds or not (facts.draws_in_model or shares):
         return proof
     return _with_seeds(proof, target, settings, progress)
 
@@ -126,12 +123,12 @@ def _with_seeds(proof: DevicesProof, target: Target, settings: Settings, progres
         return replace(proof, verdict="not comparable", reason=reason)
     if not all(run.stays_finite() for run in shared):
         return replace(proof, verdict="different", reason="its numbers become infinite or NaN on several devices")
-    found = levels.paired_difference(plains, shared)
+    found = numerics.paired_difference(plains, shared)
     if found is None:
         return proof
     proof = replace(proof, over_seeds=found)
     over = f"losses of the later half over {found.pairs} seeds"
-    if found.half_width > levels.STATISTICAL_RESOLUTION:
+    if found.half_width > numerics.STATISTICAL_RESOLUTION:
         reason = f"{over} vary so much that a difference of {found.half_width:.0%} would not be detected"
         return replace(proof, verdict="not comparable", reason=reason)
     if abs(found.mean) > found.resolution:
@@ -139,16 +136,11 @@ def _with_seeds(proof: DevicesProof, target: Target, settings: Settings, progres
     return proof if proof.verdict == "equal to rounding" else replace(proof, verdict="alike", reason="")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Compared:
-    proof: DevicesProof
-    random: bool
-    """Did the model draw random numbers?"""
-    batch_norms: bool
-    """Did it see the mean and variance of shares?"""
+def _compared(
+    target: Target, devices: int, settings: Settings, steps: int, *, without_dropout: bool
+) -> tuple[DevicesProof, Facts]:
+    """(the verdict on the steps, what the first of all ranks saw)"""
 
-
-def _compared(target: Target, devices: int, settings: Settings, steps: int, *, without_dropout: bool) -> _Compared:
     def told(steps: int, role: Literal["reference", "checked"], ulps: int = 0) -> Recording:
         checks = tuple(sorted({*range(0, steps, min(CHECK_EVERY, max(1, steps // 2))), steps - 1}))
         return Recording(
@@ -181,6 +173,9 @@ def _compared(target: Target, devices: int, settings: Settings, steps: int, *, w
             farther = _recorded(target, 1, settings, told(steps, "checked", ulps * judge.FARTHER))
             with_farther = judge.with_farther(plain.numerics, nudged.numerics, farther.numerics)
             verdict, reason = _judged(plain, replace(nudged, numerics=with_farther), shared)
+    notes = ["the script computes in 16 bits: differences are those of 16-bit rounding errors"] * plain.autocast
+    if seeds := plain.numerics.unseeded:
+        notes.append(f"not seeded by the script, and given one seed: {', '.join(seeds[:3])}")
     proof = DevicesProof(
         verdict=verdict,
         reason=reason,
@@ -193,23 +188,18 @@ def _compared(target: Target, devices: int, settings: Settings, steps: int, *, w
         rounding_loss_difference=judge.largest_loss_difference(plain.numerics, nudged.numerics),
         largest_gradient_difference=judge.largest_gradient_difference(shared.numerics),
         rounding_gradient_difference=judge.largest_gradient_difference(nudged.numerics),
-        notes=_notes(plain),
+        notes=tuple(notes),
     )
-    facts = shared.facts
-    return _Compared(
-        proof=proof,
-        random=facts is not None and facts.draws_in_model,
-        batch_norms=facts is not None and facts.batch_norms > 0 and not facts.multiplied,
-    )
+    return proof, shared.facts
 
 
 def _recorded(target: Target, devices: int, settings: Settings, recording: Recording) -> _Run:
     visible = settings.visible[:devices]
-    told = replace(settings, recording=recording, visible=visible)
+    told = replace(settings, recording=recording, is_trial=True, visible=visible)
     with ranks_prepared(told, Path(recording.reference)) as folder:
-        command = child_command("flatout.script.replicas.recorded", str(folder), *target.command)
+        command = child_command("flatout.script.replicas.trial_rank", str(folder), *target.command)
         variables = QUIET if recording.role == "reference" else QUIET + REPEATED
-        status = start_ranks(DevicesRequest(target=target, devices=devices, variables=variables), folder, command)
+        status = start_ranks(command, devices, folder, variables=variables)
         if status == NO_STEPS:
             raise ScriptError(
                 "no training step was seen", limit="steps are compared", remedy="prove a script that trains"
@@ -219,7 +209,7 @@ def _recorded(target: Target, devices: int, settings: Settings, recording: Recor
             raise ScriptError(f"the script failed on {number} (exit status {status})", remedy="see its error above")
         answer: Any = json.loads((folder / RECORD).read_text())  # as `recorded` wrote it
         parts = [json.loads((folder / f"{LOSSES}{rank}.json").read_text()) for rank in range(devices)]
-        facts = Facts.read(folder)
+        facts = Facts.read(folder) or Facts(ranks=devices)
     answer["losses"] = [
         [sum(values) / devices for values in zip(*step, strict=True)] for step in zip(*parts, strict=True)
     ]
@@ -228,26 +218,16 @@ def _recorded(target: Target, devices: int, settings: Settings, recording: Recor
 
 def _judged(plain: _Run, nudged: _Run, shared: _Run) -> tuple[Verdict, str]:
     facts = shared.facts
-    if facts is not None and facts.draws_in_model:
+    if facts.draws_in_model:
         return "not comparable", (
             "the model draws random numbers, also without dropout, and each rank draws its own: whether they train "
             "alike is not known"
         )
-    if facts is not None and facts.batch_norms:
+    if facts.batch_norms:
         return "not comparable", "batch norms see the share of each rank, so that it is another training"
-    if facts is not None and facts.multiplied:
+    if facts.multiplied:
         return "not comparable", "with --batch per-device batches are larger than those of one device"
     if plain.order != shared.order:
         return "different", "batches had other samples than on one device"
     reason = judge.not_within_rounding(plain.numerics, nudged.numerics, shared.numerics)
     return ("equal to rounding", "") if reason is None else ("different", reason)
-
-
-def _notes(plain: _Run) -> tuple[str, ...]:
-    found = (
-        ["the script computes in 16 bits: differences are those of 16-bit rounding errors"] if plain.autocast else []
-    )
-    seeds = plain.numerics.unseeded
-    if seeds:
-        found.append(f"not seeded by the script, and given one seed: {', '.join(seeds[:3])}")
-    return tuple(found)

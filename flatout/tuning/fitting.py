@@ -1,7 +1,11 @@
-"""Bring the steps of a script under a memory limit: `flatout tune --fit 12GiB train.py`.
+"""Levers that save memory: which of them a search keeps although they make nothing faster.
 
-Levers that save memory are tried alone and together, each combination on two steps whose peak is measured. The fastest
-that fits is kept, and the search for faster steps goes on from there, as long as they still fit.
+By itself such a lever is kept where it was asked for (a plan being verified names it) or where memory is short.
+Otherwise it is dropped, and the report shows the saving and the plan line that asks for it.
+
+To bring the steps of a script under a limit (`flatout tune --fit 12GiB train.py`), they are tried alone and together,
+each combination on two steps whose peak is measured. The fastest that fits is kept, and the search for faster steps
+goes on from there, as long as they still fit.
 """
 
 from __future__ import annotations
@@ -15,13 +19,46 @@ from flatout.levers.lever import Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import ChoiceValue, Exactness, allowed, contradiction, worst
-from flatout.script.trial.answers import MORE_STEPS, TrialEnded
-from flatout.search.trial import Trial
+from flatout.plan_document import line
+from flatout.script.trial.answers import Peak, TrialEnded
+from flatout.search.trial import Outcome, Trial
 from flatout.statistics import median
 from flatout.tuning.short_budget import MORE_TIME
 from flatout.tuning.trials import RunningTrial, Trials, once_more_if_ended
 from flatout.tuning.windows import Pace
 from flatout.units import format_bytes
+
+SMALLEST_SHARE = 0.05
+"""Of a step's peak: the least saving for which a lever is kept."""
+SHORT_SHARE = 0.85
+"""Of all memory: beyond this, memory is short."""
+
+
+def judge_gain(
+    before: Peak, after: Peak, choice: Choice, machine: Machine, device: str, *, asked: bool
+) -> tuple[Outcome, str]:
+    """(outcome, reason) of a choice that is not faster; before, after: the peaks of two steps, without and with it."""
+    if choice.lever.name in after.incidents:
+        return "dropped", after.incidents[choice.lever.name]
+    if before.peak_bytes and after.peak_bytes is not None and 1 - after.peak_bytes / before.peak_bytes < SMALLEST_SHARE:
+        return "dropped", "saves hardly any memory"
+    if asked:
+        return "kept", "asked for, to save memory"
+    if shortage := _shortage(before, machine, device):
+        return "kept", shortage
+    return "dropped", f"not faster; to save memory, put {line(choice.field, choice.value)} under [plan]"
+
+
+def _shortage(plain: Peak, machine: Machine, device: str) -> str:
+    """Why memory counts as short; '' where it does not, or that is unknown."""
+    if device.startswith("cuda"):
+        gpu = machine.gpu(device)
+        total, held = gpu.memory_total_bytes if gpu is not None else None, plain.peak_bytes
+    else:
+        total, held = machine.memory_total_bytes, plain.resident_bytes
+    if not total or held is None or held < SHORT_SHARE * total:
+        return ""
+    return f"memory is short: {format_bytes(held)} of {format_bytes(total)} are taken without it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,32 +132,32 @@ def fit(
     if plain <= limit_bytes:
         return Fit(limit_bytes=limit_bytes, plain_bytes=plain)
     tried: list[tuple[tuple[Choice, ...], Trial]] = []
-    fitting: list[tuple[tuple[Choice, ...], Trial]] = []
     useless: set[Choice] = set()
     in_time = True
     for choices in offered:
-        if useless & set(choices) or any(_only_saves_more(choices, fewer) for fewer, _ in fitting):
+        if useless & set(choices) or any(_only_saves_more(choices, fewer) for fewer, one in tried if _fits(one)):
             continue
         in_time = has_time()
         if not in_time:
             break
-        label = " + ".join(choice.label for choice in choices)
-        progress(f"measuring the memory of a step with {label}")
-        trial = _tried(process, choices, label, plain, limit_bytes, step_seconds)
+        trial = _tried(process, choices, plain, limit_bytes, step_seconds, progress)
         tried.append((choices, trial))
-        if trial.candidate_seconds is not None:
-            fitting.append((choices, trial))
         if trial.candidate_peak_bytes is None and len(choices) == 1:  # it failed, or reverted itself
             useless |= {*choices}
+    fitting = sorted((one for one in tried if _fits(one[1])), key=lambda one: one[1].candidate_seconds or 0.0)
     if not fitting:
         raise _too_large(plain, limit_bytes, [trial for _, trial in tried], len(offered), in_time)
-    fitting.sort(key=lambda one: one[1].candidate_seconds or 0.0)
     return Fit(
         limit_bytes=limit_bytes,
         plain_bytes=plain,
         fitting=tuple(choices for choices, _ in fitting),
         trials=tuple(_with_outcome(trial, fitting[0][1]) for _, trial in tried),
     )
+
+
+def _fits(trial: Trial) -> bool:
+    """Only what does is timed."""
+    return trial.candidate_seconds is not None
 
 
 def _only_saves_more(choices: Sequence[Choice], fewer: Sequence[Choice]) -> bool:
@@ -132,55 +169,43 @@ def _only_saves_more(choices: Sequence[Choice], fewer: Sequence[Choice]) -> bool
 def _tried(
     process: Callable[[], RunningTrial],
     choices: tuple[Choice, ...],
-    label: str,
     plain_bytes: int,
     limit_bytes: int,
     step_seconds: float,
+    progress: Callable[[str], None],
 ) -> Trial:
-    """Timed where it fits."""
     trial = Trial(
-        label=label,
+        label=" + ".join(choice.label for choice in choices),
         choices={choice.field: choice.value for choice in choices},
         exactness=worst(choice.exactness for choice in choices),
         outcome="dropped",
-        reason="",
+        reason="too large",
     )
+    progress(f"measuring the memory of a step with {trial.label}")
+
+    def measured(running: RunningTrial) -> Trial:
+        peak = running.peak(choices)
+        reverted = [why for choice in choices if (why := peak.incidents.get(choice.lever.name))]
+        if reverted or peak.peak_bytes is None:
+            return replace(trial, reason=reverted[0] if reverted else "the memory of a step with it cannot be measured")
+        found = replace(trial, baseline_peak_bytes=plain_bytes, candidate_peak_bytes=peak.peak_bytes)
+        if peak.peak_bytes > limit_bytes:
+            return found
+        pace = Pace.for_step(step_seconds, seconds=0.0)
+        window = running.window(choices, settle=pace.warm_steps, steps=pace.steps * pace.turns)
+        return replace(found, reason="", baseline_seconds=step_seconds, candidate_seconds=median(window.seconds))
+
     try:
-        return once_more_if_ended(
-            process, lambda running: _measured(running, choices, trial, plain_bytes, limit_bytes, step_seconds)
-        )
+        return once_more_if_ended(process, measured)
     except TrialError as error:
         headline = error.headline if isinstance(error, TrialEnded) else ""
         return replace(trial, outcome="failed", reason=headline or str(error))
 
 
-def _measured(
-    running: RunningTrial,
-    choices: tuple[Choice, ...],
-    trial: Trial,
-    plain_bytes: int,
-    limit_bytes: int,
-    step_seconds: float,
-) -> Trial:
-    peak = running.peak(choices)
-    reverted = [why for choice in choices if (why := peak.incidents.get(choice.lever.name))]
-    if reverted or peak.peak_bytes is None:
-        return replace(trial, reason=reverted[0] if reverted else "the memory of a step with it cannot be measured")
-    trial = replace(trial, baseline_peak_bytes=plain_bytes, candidate_peak_bytes=peak.peak_bytes)
-    if peak.peak_bytes > limit_bytes:
-        return replace(trial, reason="too large")
-    pace = Pace.for_step(step_seconds, seconds=0.0)
-    window = running.window(choices, settle=pace.warm_steps, steps=pace.steps * pace.turns)
-    seconds = median(window.seconds)
-    return replace(trial, baseline_seconds=step_seconds, candidate_seconds=seconds)
-
-
 def _with_outcome(trial: Trial, kept: Trial) -> Trial:
     if trial is kept:
         return replace(trial, outcome="kept", reason="the fastest that fits")
-    if trial.candidate_seconds is not None:
-        return replace(trial, reason=f"fits, but is slower than {kept.label}")
-    return trial
+    return replace(trial, reason=f"fits, but is slower than {kept.label}") if _fits(trial) else trial
 
 
 def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offered: int, in_time: bool) -> ScriptError:
@@ -197,15 +222,6 @@ def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offer
     if not in_time:
         return ScriptError(wanted, limit=f"{limit}, of {len(tried)} of {offered} combinations", remedy=MORE_TIME)
     return ScriptError(wanted, limit=limit, remedy=smaller)
-
-
-def too_few_to_fit(name: str, steps: int) -> ScriptError:
-    """Where a script's runs are compared whole."""
-    return ScriptError(
-        f"{name} has {steps} steps",
-        limit="a memory limit (fit) needs several steps of one run to measure",
-        remedy=f"{MORE_STEPS}, or tune it without a limit",
-    )
 
 
 def peak_afresh(trials: Trials, choices: Sequence[Choice]) -> int | None:

@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flatout import __version__, environment
+from flatout.decoding import decode
 from flatout.errors import MachineError
 from flatout.file_locks import lock_now
 from flatout.levers.lever import Saving, times_as_fast
@@ -35,6 +36,7 @@ from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.search.trial import Trial
 from flatout.statistics import median
+from flatout.units import counted
 from flatout.whole_files import PRIVATE, written_whole
 
 SCHEMA = 1
@@ -93,9 +95,8 @@ class Earlier:
     """ISO 8601, UTC."""
 
     def __post_init__(self) -> None:
-        texts = (self.machine, self.versions, self.training, self.device, self.choice)
         ratios = (self.predicted, self.measured, self.low or self.measured, self.high or self.measured)
-        if not all(isinstance(text, str) for text in texts) or not all(0 < ratio < math.inf for ratio in ratios):
+        if not all(0 < ratio < math.inf for ratio in ratios):
             raise ValueError("not a trial")
         datetime.fromisoformat(self.at)
 
@@ -164,7 +165,9 @@ class History:
             with _locked(self._path.parent):
                 trials = [*self._read(), *new][-MOST_TRIALS:]  # read again: another tune may have ended since
                 if self._path is not None:
-                    _write(self._path, trials)
+                    with written_whole(self._path, mode=PRIVATE) as temporary:
+                        document = {"schema": SCHEMA, "trials": [asdict(trial) for trial in trials]}
+                        temporary.write_text(json.dumps(document, indent=0), encoding="utf-8")
         except OSError as error:
             self._warn(f"cannot be kept in {self._path}: {error.strerror}")
 
@@ -244,8 +247,8 @@ def _shifted(own: Saving, others: Sequence[Earlier]) -> Saving:
     if f"{factor:.2f}" == "1.00":
         return own
     least, expected, most = (factor * ratio for ratio in own.ratios)
-    trainings = f"{len(errors)} other training{'s' * (len(errors) != 1)}"
-    return _from_ratios(own, (least, expected, most), f"shifted x{factor:.2f} by {trainings}")
+    said = f"shifted x{factor:.2f} by {counted(len(errors), 'other training')}"
+    return _from_ratios(own, (least, expected, most), said)
 
 
 def _from_ratios(own: Saving, ratios: tuple[float, float, float], said: str) -> Saving:
@@ -270,13 +273,7 @@ def _trials(text: str) -> list[Earlier]:
         for name in trial:
             if name not in Earlier.__dataclass_fields__:
                 raise _UnknownField(f"unknown field {name!r}")
-    return [Earlier(**trial) for trial in document["trials"]]
-
-
-def _write(path: Path, trials: Sequence[Earlier]) -> None:
-    document = {"schema": SCHEMA, "trials": [asdict(trial) for trial in trials]}
-    with written_whole(path, mode=PRIVATE) as temporary:
-        temporary.write_text(json.dumps(document, indent=0), encoding="utf-8")
+    return [decode(Earlier, trial) for trial in document["trials"]]
 
 
 @contextlib.contextmanager

@@ -26,9 +26,17 @@ from flatout.levers.lever import Choice, split_by_switch
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.statistics import Comparison, chi_square_95, compare_paired, student_95
-from flatout.tuning.few_steps import FewSteps, pair_of_runs, pairing_of_runs
 from flatout.tuning.trials import Trials
-from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms, mean_of_each
+from flatout.tuning.windows import (
+    Arm,
+    FewSteps,
+    Pace,
+    Pairing,
+    compare_arms,
+    mean_of_each,
+    pair_of_runs,
+    pairing_of_runs,
+)
 
 LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 40
 NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
@@ -79,10 +87,7 @@ class PlainAndPlanned:
     def together(self) -> Iterator[tuple[Arm, Arm]]:
         """Watched as lightly as `flatout run` does most of the time."""
         from_start, live = split_by_switch(self.choices)
-        with (
-            self.trials.trial(label="plain") as plain,
-            self.trials.trial(from_start, label="planned") as planned,
-        ):
+        with self.trials.trial(label="plain") as plain, self.trials.trial(from_start, label="planned") as planned:
             if self.trials.starts_overlap:
                 plain.spawn()
                 planned.spawn()
@@ -133,11 +138,7 @@ def compare_afresh(
     Raises TrialError if a process fails, TrialEnded if the script is too short even for windows of one step.
     """
     pace = replace(
-        pace,
-        least_pairs=LEAST_WINDOWS,
-        most_pairs=MOST_WINDOWS,
-        counts_warm_up=True,
-        stops_when_decided=False,
+        pace, least_pairs=LEAST_WINDOWS, most_pairs=MOST_WINDOWS, counts_warm_up=True, stops_when_decided=False
     )
     least = 1 if few is None else few.pace.least_pairs
     groups: list[Pairs] = []
@@ -165,7 +166,9 @@ def compare_afresh(
             if few is None:
                 pairing, pace = one_pair_of_processes(sides, pace, deadline, left, wanted, pairs)
             else:
-                pairing = _one_pair_of_runs(sides, few, deadline, number, pairs)
+                with deadline.stage("the last comparison"):
+                    pairs.append(pair_of_runs(sides.baseline, sides.candidate, few, number))
+                pairing = pairing_of_runs(pairs, few.pace)
         except TrialError:
             if len(groups) < max(least, LEAST_PROCESS_PAIRS):
                 raise
@@ -277,19 +280,8 @@ def _compared(pairs: Pairs, least_gain: float) -> Comparison:
     return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=least_gain)
 
 
-def _one_pair_of_runs(sides: Sides, few: FewSteps, deadline: Deadline, number: int, pairs: Pairs) -> Pairing:
-    with deadline.stage("the last comparison"):
-        pairs.append(pair_of_runs(sides.baseline, sides.candidate, few, number))
-    return pairing_of_runs(pairs, few.pace)
-
-
 def one_pair_of_processes(
-    sides: Sides,
-    pace: Pace,
-    deadline: Deadline,
-    seconds: float,
-    wanted: int,
-    pairs: Pairs,
+    sides: Sides, pace: Pace, deadline: Deadline, seconds: float, wanted: int, pairs: Pairs
 ) -> tuple[Pairing, Pace]:
     """Long enough that `wanted` of them, or as many as fit, take `seconds`, starts included.
 

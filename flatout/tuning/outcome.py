@@ -40,16 +40,11 @@ class Found:
     proof: Proof | None
     final: Pairing | None
     """New processes (or copies) without the plan against new ones with it; None where nothing was kept."""
-    verifier: Verifier
     warnings: tuple[str, ...]
 
 
 def search_and_prove(
-    trials: Trials,
-    machine: Machine,
-    levers: Sequence[Lever],
-    limits: SearchLimits,
-    progress: Callable[[str], None],
+    trials: Trials, machine: Machine, levers: Sequence[Lever], limits: SearchLimits, progress: Callable[[str], None]
 ) -> Found:
     """`limits.deadline` is the whole budget. Ctrl-C ends only the search, unless a plan is being verified."""
     deadline = limits.deadline
@@ -70,13 +65,12 @@ def search_and_prove(
         trials = search.trials
         if state.stopped_after_seconds is not None:
             step_seconds = state.first_observed.step_seconds or 0.0
-            startup_seconds, few = state.startup_seconds or 0.0, state.few_steps
-            needed = least_seconds(step_seconds, startup_seconds, trials, deadline.budget_seconds, few)
+            needed = least_seconds(step_seconds, state, trials, deadline.budget_seconds)
             deadline = deadline.within(max(PATIENCE * needed, PATIENCE_SECONDS))
         verifier = Verifier(trials, state, deadline, progress, limits.exactness)
         proof, final = verifier.run()
     warnings = (*state.warnings, *verifier.warnings, *filter(None, [history.warning]))
-    return Found(state=state, proof=proof, final=final, verifier=verifier, warnings=warnings)
+    return Found(state=state, proof=proof, final=final, warnings=warnings)
 
 
 def plan_of(found: Found, machine: Machine) -> Plan:

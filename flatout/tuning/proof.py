@@ -15,7 +15,7 @@
 
 Where two plain runs differ by rounding errors although every generator is seeded (a GPU sums in no fixed order), no
 lever can be shown to be bit-identical: all are tested for rounding. Where they differ by more, single steps cannot be
-compared: see `levels`.
+compared: see `numerics.not_alike`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from flatout.statistics import median
 from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
 
 D = TypeVar("D", GradientDifference, TensorDifference)
+K = TypeVar("K")
 
 ROUNDING_FACTOR = 40.0
 """A lever rounds at every operation of every step, the nudge only once: up to this many times its effect is
@@ -118,8 +119,7 @@ def repeats_to_rounding(plain: Numerics, again: Numerics) -> bool:
     compared = [check for check in again.checks if check.gradients]
     return (
         bool(compared)
-        and unlike_structure(plain, again) is None
-        and _not_finite(plain, again) is None
+        and _incomparable(plain, again) is None
         and all(check.same_generators for check in again.checks)
         and all(_whole(check.gradients) <= REPEATED_GRADIENT for check in compared)
         and all(difference <= REPEATED_LOSS for _, difference in _loss_differences(plain, again))
@@ -139,12 +139,19 @@ def unlike_structure(plain: Numerics, other: Numerics) -> str | None:
     return next((check.unlike for check in other.checks if check.unlike), None)
 
 
+def _incomparable(plain: Numerics, other: Numerics, nudged: Numerics | None = None) -> str | None:
+    """What differs before numbers are compared. nudged: None: the other run may draw other random numbers."""
+    return (
+        unlike_structure(plain, other)
+        or _not_finite(plain, other)
+        or (None if nudged is None else _other_random_numbers(nudged, other))
+    )
+
+
 def not_within_rounding(plain: Numerics, nudged: Numerics, candidate: Numerics) -> str | None:
     """Why the candidate is farther from the plain run than rounding explains, or None."""
     return (
-        unlike_structure(plain, candidate)
-        or _not_finite(plain, candidate)
-        or _other_random_numbers(nudged, candidate)
+        _incomparable(plain, candidate, nudged)
         or _first(_gradients_beyond_rounding(nudged, candidate))
         or _updates_beyond_rounding(nudged, candidate)
         or _first(_losses_beyond_rounding(plain, nudged, candidate))
@@ -154,12 +161,7 @@ def not_within_rounding(plain: Numerics, nudged: Numerics, candidate: Numerics) 
 
 def is_seldom_beyond_rounding(plain: Numerics, nudged: Numerics, candidate: Numerics) -> bool:
     """Is it, but at no more than half of the steps, and only with gradients and what follows from them?"""
-    if (
-        unlike_structure(plain, candidate)
-        or _not_finite(plain, candidate)
-        or _other_random_numbers(nudged, candidate)
-        or _updates_beyond_rounding(nudged, candidate)
-    ):
+    if _incomparable(plain, candidate, nudged) or _updates_beyond_rounding(nudged, candidate):
         return False
     losses = {step for step, _ in _losses_beyond_rounding(plain, nudged, candidate)}
     found = (*_gradients_beyond_rounding(nudged, candidate), *_drift_beyond_rounding(nudged, candidate))
@@ -206,9 +208,7 @@ def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics, rough: Num
     gradients too much, gradients are only held against how far it changes them.
     """
     return (
-        unlike_structure(plain, checked)
-        or _not_finite(plain, checked)
-        or _other_random_numbers(nudged, checked)
+        _incomparable(plain, checked, nudged)
         or (rough and _beyond_unstable(rough, checked))
         or _gradients_beyond_16_bits(_at_stable_steps(nudged, rough), _at_stable_steps(checked, rough))
         or _updates_beyond_rounding(nudged, checked, noise_factor=OWN_GRADIENTS_FACTOR)
@@ -218,11 +218,8 @@ def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics, rough: Num
 def differs_only_later(plain: Numerics, nudged: Numerics, checked: Numerics) -> bool:
     """Might the run be the plain one with 16-bit noise as far as the first check step shows?"""
     first = replace(checked, checks=checked.checks[:1])
-    return (
-        unlike_structure(plain, checked) is None
-        and _not_finite(plain, checked) is None
-        and _gradients_beyond_16_bits(replace(nudged, checks=nudged.checks[:1]), first) is None
-    )
+    early = replace(nudged, checks=nudged.checks[:1])
+    return _incomparable(plain, checked) is None and _gradients_beyond_16_bits(early, first) is None
 
 
 def where_stable(rough: Numerics) -> str:
@@ -253,7 +250,7 @@ def diverges(plain: Numerics, checked: Numerics, *noisy: Numerics, rough: Numeri
 def drifts(plain: Numerics, free: Numerics, coarse: Numerics | None = None) -> str | None:
     """Why the candidate, run freely, does not train as the plain run does; `coarse` is a plain run whose weights were
     moved by a 16-bit rounding error at the start, None: the noise explains nothing beyond the fixed limit."""
-    if reason := unlike_structure(plain, free) or _not_finite(plain, free):
+    if reason := _incomparable(plain, free):
         return reason
     found = late_differences(plain, free)
     if not found:
@@ -272,8 +269,7 @@ def drifts(plain: Numerics, free: Numerics, coarse: Numerics | None = None) -> s
 
 def may_drift_by_noise(plain: Numerics, free: Numerics) -> bool:
     """Could a plain run with 16-bit noise in its first weights explain how far the losses of a free run are off?"""
-    comparable = unlike_structure(plain, free) is None and _not_finite(plain, free) is None
-    return comparable and bool(late_differences(plain, free))
+    return _incomparable(plain, free) is None and bool(late_differences(plain, free))
 
 
 def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:
@@ -376,7 +372,8 @@ def _losses_beyond_rounding(plain: Numerics, nudged: Numerics, candidate: Numeri
 
 
 def _drift_beyond_rounding(nudged: Numerics, candidate: Numerics) -> Iterator[tuple[int, str]]:
-    usual = _largest_shares(nudged)
+    shares = ((one.name, one.error / one.moved) for check in nudged.checks[1:] for one in check.drift if one.moved)
+    usual = _largest([shares])
     for check, floor in _beside(candidate, nudged):
         own = _errors(floor.drift) if floor else {}
         if check is candidate.checks[0]:  # a lever on from the start has made steps by now, the nudge none
@@ -386,16 +383,6 @@ def _drift_beyond_rounding(nudged: Numerics, candidate: Numerics) -> Iterator[tu
             if drift.error > max(limit, ROUNDING_FACTOR * own.get(drift.name, 0.0)):
                 share = drift.error / drift.moved if drift.moved else math.inf
                 yield check.step, f"{drift.name} is off by {share:.1e} of its change at step {check.step + 1}"
-
-
-def _largest_shares(nudged: Numerics) -> dict[str, float]:
-    """Largest deviation of each tensor between two check steps, as a share of its change."""
-    found: dict[str, float] = {}
-    for check in nudged.checks[1:]:
-        for drift in check.drift:
-            if drift.moved:
-                found[drift.name] = max(found.get(drift.name, 0.0), drift.error / drift.moved)
-    return found
 
 
 # reduced
@@ -521,12 +508,11 @@ def _way_beyond_gradients(checked: Numerics, noisy: Sequence[Numerics]) -> str |
     return None
 
 
-def _largest(runs: Iterable[Iterable[tuple[int, float]]]) -> dict[int, float]:
-    """Step -> the largest of its values in any of the runs."""
-    found: dict[int, float] = {}
-    for run in runs:
-        for step, value in run:
-            found[step] = max(found.get(step, 0.0), value)
+def _largest(runs: Iterable[Iterable[tuple[K, float]]]) -> dict[K, float]:
+    """Step, or name -> the largest of its values in any of the runs."""
+    found: dict[K, float] = {}
+    for key, value in itertools.chain.from_iterable(runs):
+        found[key] = max(found.get(key, 0.0), value)
     return found
 
 

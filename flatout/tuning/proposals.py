@@ -1,21 +1,26 @@
-"""What a search may try, and what each change is expected to save."""
+"""What a search may try, what each change is expected to save, and what is left out because it cannot pay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
+from flatout.levers.first_compilation import usual_compile_seconds
+from flatout.levers.lever import COSTS_TIME, Choice, Lever, Saving, Verdict, refuse, split_by_switch
+from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan_choices import ChoiceValue, Exactness
+from flatout.plan_choices import ChoiceValue, Exactness, allowed
 from flatout.search.deadline import Deadline
 from flatout.search.search import Proposal
 from flatout.search.trial import Trial
 from flatout.tuning.history import History, Training
+from flatout.tuning.proof import LEAST_LOSSES
 from flatout.tuning.results import SearchState
-from flatout.tuning.trials import Trials
-from flatout.tuning.worth_trying import saving_per_second, worth_trying
+from flatout.tuning.windows import LEAST_GAIN, FewSteps, Pace
+from flatout.units import format_seconds
 
+COMPARISON_SECONDS = 25.0
+"""The most that one comparison takes."""
 TRIALS_COST = 2.0
 """A typical trial takes this many times the fewest steps that can decide."""
 A_FEW = 4
@@ -48,13 +53,15 @@ class Proposals:
         machine: Machine,
         state: SearchState,
         limits: SearchLimits,
-        trials: Trials,
+        kind: str,
         history: History,
+        restart_seconds: Callable[[Sequence[Choice]], float],
     ) -> None:
+        """kind: of the trials, 'script' or 'step'. restart_seconds: of one more of them under these choices."""
         self._levers = {lever.name: lever for lever in levers}
-        self._machine, self._state, self._trials = machine, state, trials
+        self._machine, self._state, self._kind = machine, state, kind
         self._exactness, self._only = limits.exactness, None if limits.only is None else dict(limits.only)
-        self._history = history
+        self._history, self._restart_seconds = history, restart_seconds
 
     def names(self) -> list[str]:
         if self._only is None:
@@ -68,7 +75,7 @@ class Proposals:
     def proposal(self, name: str) -> Proposal[Choice]:
         lever, asked = self._levers[name], self._only is not None
         seen, few = self._state.observed, self._state.few_steps
-        found = worth_trying(lever, self._machine, seen, self._exactness, asked=asked, few=few, kind=self._trials.kind)
+        found = worth_trying(lever, self._machine, seen, self._exactness, asked=asked, few=few, kind=self._kind)
         values, reason = found.values, found.reason
         if self._only is not None and values:
             wanted = self._only[lever.plan_field]
@@ -123,7 +130,7 @@ class Proposals:
     @property
     def _training(self) -> Training:
         state = self._state
-        return Training.of(self._trials.kind, state.loop, state.first_observed, state.observed.device)
+        return Training.of(self._kind, state.loop, state.first_observed, state.observed.device)
 
     def _belongs_in_a_bundle(self, choice: Choice, trial_seconds: float) -> bool:
         quick = not choice.lever.compiles and self._start_seconds(choice) <= trial_seconds
@@ -132,9 +139,61 @@ class Proposals:
     def _start_seconds(self, choice: Choice | None) -> float:
         """Of a trial that it has to be on from the start of; 0 where it can be switched on in a live one."""
         from_start, live = split_by_switch(() if choice is None else (choice,))
-        return 0.0 if live else self._state.restart_seconds(self._trials, from_start)
+        return 0.0 if live else self._restart_seconds(from_start)
 
     def _is_fitted(self, lever: Lever) -> bool:
         """Was it tried already to meet the memory limit?"""
         fit = self._state.fit
         return fit is not None and (lever.aim == "memory" or any(one.lever is lever for one in fit.choices))
+
+
+def worth_trying(
+    lever: Lever,
+    machine: Machine,
+    observed: Observed,
+    exactness: Exactness,
+    *,
+    asked: bool = False,
+    few: FewSteps | None = None,
+    kind: str = "script",
+) -> Verdict:
+    """The values to try, or why none. asked: the user asked for it, whatever it is predicted to save. few: the script's
+    length, where whole runs are compared. kind: of the trials, 'script' or 'step'."""
+    if not allowed(lever.exactness, exactness):
+        return refuse(f"it is {lever.exactness}, and exactness is limited to {exactness}")
+    if few is not None and lever.exactness == "reduced" and few.compared < LEAST_LOSSES:
+        return refuse(f"reduced is proved by the losses of {LEAST_LOSSES} steps with it, and there are {few.compared}")
+    verdict = lever.applies(machine, observed)
+    if not verdict or asked:
+        return verdict
+    if few is not None and lever.compiles and observed.step_seconds is not None:
+        seconds = few.compared * observed.step_seconds
+        if seconds < (compiling := min(usual_compile_seconds(observed, value) for value in verdict.values)):
+            usual = format_seconds(compiling)
+            return refuse(f"compiling usually takes {usual}, and all steps of a run {format_seconds(seconds)}")
+    saving = lever.saving(machine, observed)
+    if saving.most >= LEAST_GAIN:
+        return verdict
+    if saving == COSTS_TIME:
+        use = "flatout tune --fit" if kind == "script" else "flatout.fit_to_memory"
+        return refuse(f"saves memory, costs time: use {use}")
+    why = f": {saving.why}" if saving.why else ""
+    return refuse(f"predicted to save at most {max(0.0, saving.most):.1%} of a step{why}")
+
+
+def least_trial_seconds(observed: Observed) -> float:
+    """Time of the fewest steps that can decide, in one process."""
+    step_seconds = observed.step_seconds or 0.01
+    return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
+
+
+def saving_per_second(
+    lever: Lever, expected: float, observed: Observed, restart_seconds: float, value: object = None
+) -> float:
+    """Expected saving per second of the lever's trial. What is expected to cost time ranks after everything that saves
+    some, the quickest trial first."""
+    seconds = least_trial_seconds(observed)
+    if lever.switch != "live":
+        seconds += restart_seconds
+    seconds += lever.compiles * usual_compile_seconds(observed, str(value))
+    return expected / seconds if expected > 0 else expected * seconds

@@ -14,25 +14,24 @@ import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, split_by_switch
-from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
-from flatout.script.numerics import Nudge, NumericsRequest, Role
+from flatout.plan_choices import EXACTNESS_ORDER, Exactness, allowed, worst
+from flatout.script.numerics import NumericsRequest
 from flatout.script.reference import EARLY_CHECKS
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
-from flatout.tuning import levels
+from flatout.search.search import Progress
 from flatout.tuning import proof as judge
-from flatout.tuning.few_steps import FewSteps
-from flatout.tuning.numerics import Numerics
+from flatout.tuning.numerics import Numerics, not_alike
 from flatout.tuning.results import Claim, Proof, ProofVerdict
 from flatout.tuning.trials import RunningTrial, Trials
-from flatout.tuning.windows import Arm
+from flatout.tuning.windows import Arm, FewSteps
 
 WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
@@ -60,31 +59,8 @@ MOST_NOISY_RUNS = 2
 REDUCED: tuple[Exactness, ...] = ("reduced",)
 ROUNDING: tuple[Exactness, ...] = ("rounding",)
 
-Progress = Callable[[str], None]
 Repeats = Literal["to the bit", "to rounding", "no"]
 """How well plain runs agree, every generator seeded."""
-
-
-class Evidence(TypedDict, total=False):
-    """What was seen: fields of Proof."""
-
-    loss_difference: float | None
-    loss_floor: float | None
-    gradient_difference: float | None
-    gradient_floor: float | None
-    loss_drift: float | None
-    resolution: float | None
-    candidate_losses: tuple[float | None, ...]
-
-
-class Judged(NamedTuple):
-    """A verdict on a claim, why, and what was seen."""
-
-    verdict: ProofVerdict
-    reason: str
-    evidence: Evidence
-    may_be_reduced: bool = False
-    """As Claim has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +137,7 @@ class Prover:
         self._rough: Numerics | None = None
         """The same, at every check step."""
         self._repeats: Repeats | None = None
-        self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Judged] = {}
+        self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Proof] = {}
         """Verdicts so far: proving a set again without one of its levers repeats only some claims."""
         self._prestarted: tuple[list[Choice], RunningTrial] | None = None
         """(levers on from its start, a process that starts while another is recorded)"""
@@ -201,73 +177,75 @@ class Prover:
     def prove(self, choices: Sequence[Choice]) -> Proof:
         """The verdict on these levers together."""
         plain = self._plain(choices)
-        claims: list[Claim] = []
-        judged = Judged("rejected", "", {})
+        judged: list[Proof] = []
         for claimed in EXACTNESS_ORDER:
-            own = tuple(choice.label for choice in choices if choice.exactness == claimed)
-            if not own:
+            if not any(choice.exactness == claimed for choice in choices):
                 continue
-            rank = EXACTNESS_ORDER.index(claimed)
-            so_far = [choice for choice in choices if EXACTNESS_ORDER.index(choice.exactness) <= rank]
+            so_far = [choice for choice in choices if allowed(choice.exactness, claimed)]
             try:
-                judged = self._known_or_new(claimed, so_far)
+                found = self._known_or_new(claimed, so_far)
             except (TrialError, ScriptError) as error:
-                judged = Judged("rejected", _failure(error), {})
-            claims.append(
-                Claim(
-                    levers=own,
-                    claimed=claimed,
-                    verdict=judged.verdict,
-                    reason=judged.reason,
-                    may_be_reduced=judged.may_be_reduced,
-                )
-            )
-            if judged.verdict == "rejected":
+                found = _of_claim(_unjudged(plain), claimed, so_far, "rejected", _failure(error))
+            if found.verdict == "statistical":  # steps cannot be compared: all levers are judged together
+                return self._whole([self._by_levels(choices, plain)], plain)
+            judged.append(found)
+            if not found.holds:
                 break
-            if judged.verdict == "statistical":  # steps cannot be compared: all levers are judged together
-                return self._proof_by_levels(choices, plain)
-        return self._proof(claims, plain, judged.evidence)
+        return self._whole(judged, plain)
+
+    def _whole(self, judged: Sequence[Proof], plain: Numerics) -> Proof:
+        """The last of them, with the claims of all."""
+        self._drop_prestarted()  # not needed: it would hold memory while the next thing is measured
+        return replace(
+            judged[-1],
+            epochs=plain.steps / self._pattern.epoch_steps if self._pattern.epoch_steps else None,
+            claims=tuple(claim for one in judged for claim in one.claims),
+            repeatable=None if self._repeats is None else self._repeats == "to the bit",
+            notes=tuple(_notes(plain, self._repeats)),
+        )
 
     # the claims
 
-    def _known_or_new(self, claimed: Exactness, choices: Sequence[Choice]) -> Judged:
+    def _known_or_new(self, claimed: Exactness, choices: Sequence[Choice]) -> Proof:
         key = claimed, tuple(choices)
         if key not in self._judged:
-            own = [choice.label for choice in choices if choice.exactness == claimed]
+            own = _labels([choice for choice in choices if choice.exactness == claimed])
             self._progress(f"proof: {', '.join(own)} {'is' if len(own) == 1 else 'are'} {claimed}?")
             self._judged[key] = self._claim(claimed, choices)
         return self._judged[key]
 
-    def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> Judged:
+    def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> Proof:
+        """Of this claim alone."""
         plain = self._plain(choices)
+        found = _unjudged(plain)
         if claimed == "bit-identical" and (judged := self._bit_identical(plain, choices)) is not None:
             return judged
         if self._repeats == "no":
-            return Judged("statistical", "", {})
+            return replace(found, verdict="statistical")
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
         # If a run from nudged weights is that close to the plain one, so is a plain one: that saves a run.
         near = self._repeats is not None or judge.repeats_to_rounding(plain, nudged)
         if not near and self._repeats_how() == "no":
-            return Judged("statistical", "", {})
+            return replace(found, verdict="statistical")
         checked = self._record(choices, role="checked", then=choices if claimed == "reduced" else None)
         nudged = self._with_farther(plain, nudged, checked)
-        evidence: Evidence = {
-            "loss_difference": judge.largest_loss_difference(plain, checked),
-            "loss_floor": judge.largest_loss_difference(plain, nudged),
-            "gradient_difference": judge.largest_gradient_difference(checked),
-            "gradient_floor": judge.largest_gradient_difference(nudged),
-            "candidate_losses": checked.mean_losses(),
-        }
+        found = replace(
+            found,
+            loss_difference=judge.largest_loss_difference(plain, checked),
+            loss_floor=judge.largest_loss_difference(plain, nudged),
+            gradient_difference=judge.largest_gradient_difference(checked),
+            gradient_floor=judge.largest_gradient_difference(nudged),
+            candidate_losses=checked.mean_losses(),
+        )
         beyond = judge.not_within_rounding(plain, nudged, checked)
         if beyond is None:
             factor, floor = judge.ROUNDING_FACTOR, judge.LOSS_ROUNDING_FLOOR
             reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
-            return Judged("within rounding", reason, evidence)
-        if claimed == "rounding":
-            return Judged("rejected", beyond, evidence, judge.not_reduced(plain, nudged, checked) is None)
-        if claimed != "reduced":
-            return Judged("rejected", beyond, evidence)
-        return self._reduced(plain, nudged, checked, choices, evidence)
+            return _of_claim(found, claimed, choices, "within rounding", reason)
+        if claimed == "reduced":
+            return self._reduced(plain, nudged, checked, choices, found)
+        may_be_reduced = claimed == "rounding" and judge.not_reduced(plain, nudged, checked) is None
+        return _of_claim(found, claimed, choices, "rejected", beyond, may_be_reduced=may_be_reduced)
 
     def _with_farther(self, plain: Numerics, nudged: Numerics, checked: Numerics) -> Numerics:
         """The nudged run; where it seldom explains the checked one, with plain runs that were moved farther, which show
@@ -279,29 +257,35 @@ class Prover:
                 if not self.has_time_for(1, self._latest):
                     break
                 self._progress("proof: do plain runs differ as much, where units switch sides?")
-                farther = self._record([], role="checked", nudge="rounding", nudge_seed=number + 1)
+                seed, ulps = number + 1, judge.FARTHER
+                farther = self._record([], role="checked", nudge="rounding", nudge_seed=seed, nudge_ulps=ulps)
                 self._farther.append(farther)
             nudged = judge.with_farther(plain, nudged, self._farther[number])
         return nudged
 
-    def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged | None:
+    def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Proof | None:
         """None where plain runs do not match bit for bit either."""
-        candidate = self._record(choices)
+        candidate, found = self._record(choices), _unjudged(plain)
         difference = judge.not_bit_identical(plain, candidate)
         if difference is None:
             self._repeats = "to the bit"  # two plain runs would hardly differ then
             reason = "losses, gradient norms, weights and RNG states match bit for bit"
-            return Judged("bit-identical", reason, {"candidate_losses": candidate.mean_losses()})
+            found = replace(found, candidate_losses=candidate.mean_losses())
+            return _of_claim(found, "bit-identical", choices, "bit-identical", reason)
         if self._repeats_how() == "to the bit":
-            return Judged("rejected", f"it should be bit-identical, but {difference}", {})
+            reason = f"it should be bit-identical, but {difference}"
+            return _of_claim(found, "bit-identical", choices, "rejected", reason)
         return None
 
     def _reduced(
-        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: Evidence
-    ) -> Judged:
-        rough = self._rough_if_needed(plain, nudged, checked, choices)
+        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], found: Proof
+    ) -> Proof:
+        rough = None
+        if judge.not_reduced(plain, nudged, checked) is not None and judge.differs_only_later(plain, nudged, checked):
+            # Gradients leave the plain ones only later. The verdict on other levers does not depend on this run.
+            rough = self._with_rough_weights(choices)
         if reason := judge.not_reduced(plain, nudged, checked, rough) or self._diverges(plain, checked, choices):
-            return Judged("rejected", reason, evidence)
+            return _of_claim(found, "reduced", choices, "rejected", reason)
         free = self._record(choices)
         reason = judge.drifts(plain, free, self._coarse)
         if reason is not None and self._coarse is None and judge.may_drift_by_noise(plain, free):
@@ -309,32 +293,27 @@ class Prover:
             self._coarse = self._record([], nudge="16-bit")
             reason = judge.drifts(plain, free, self._coarse)
         if reason is not None:
-            return Judged("rejected", reason, evidence)
+            return _of_claim(found, "reduced", choices, "rejected", reason)
         drift = _largest_mean(judge.late_differences(plain, free))
-        evidence = {**evidence, "loss_drift": drift, "candidate_losses": free.mean_losses()}
+        found = replace(found, loss_drift=drift, candidate_losses=free.mean_losses())
         where = ""
         if rough is not None:
             where = judge.where_stable(rough)
-            evidence["loss_floor"] = judge.largest_loss_difference(plain, rough)
-            evidence["gradient_floor"] = judge.largest_gradient_difference(rough)
+            found = replace(
+                found,
+                loss_floor=judge.largest_loss_difference(plain, rough),
+                gradient_floor=judge.largest_gradient_difference(rough),
+            )
         level = f"losses of the later half {drift:+.2%} off"
         if self._coarse is not None:
             own = _largest_mean(judge.late_differences(plain, self._coarse))
             level += f" (16-bit noise in the first weights: {own:+.2%})"
         reason = f"each gradient the plain one with 16-bit noise{where}, the optimizer's steps plain; {level}"
-        return Judged("reduced", reason, evidence)
-
-    def _rough_if_needed(
-        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice]
-    ) -> Numerics | None:
-        """Where gradients leave the plain ones only later: the run that shows at which steps that says nothing. The
-        verdict on other levers does not depend on whether it was made for these."""
-        if judge.not_reduced(plain, nudged, checked) is None or not judge.differs_only_later(plain, nudged, checked):
-            return None
-        return self._with_rough_weights(choices)
+        return _of_claim(found, "reduced", choices, "reduced", reason)
 
     def _with_rough_weights(self, choices: Sequence[Choice]) -> Numerics | None:
-        """A plain run whose weights are moved by a 16-bit rounding error at every check step; None: no time for it."""
+        """A plain run whose weights are moved by a 16-bit rounding error at every check step, which shows where
+        gradients that leave the plain ones say nothing; None: no time for it."""
         if self._rough is None and self.has_time_for(1, self._latest):
             self._progress("proof: does 16-bit noise in the weights change the numbers of a plain run as much?")
             self._rough = self._record([], role="checked", nudge="16-bit", then=choices)
@@ -356,42 +335,25 @@ class Prover:
             reason = judge.diverges(plain, checked, *noisy, rough=self._with_rough_weights(choices))
         return reason
 
-    def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
+    def _by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
         """For a script whose plain runs differ: several runs of each side, compared by their levels."""
         while len(self._plains) < STATISTICAL_RUNS:
             self._plains.append(self._record([]))
+        found, resolution = _unjudged(plain), None
         try:
             candidates = [self._record(choices) for _ in range(STATISTICAL_RUNS)]
-            reason, resolution = levels.not_alike(self._plains, candidates)
+            reason, resolution = not_alike(self._plains, candidates)
+            found = replace(found, resolution=resolution, candidate_losses=candidates[0].mean_losses())
         except (TrialError, ScriptError) as error:
-            candidates, reason, resolution = [], _failure(error), None
-        labels = tuple(choice.label for choice in choices)
-        claimed = worst(choice.exactness for choice in choices)
+            reason = _failure(error)
         verdict: ProofVerdict = "rejected" if reason else "statistical"
-        found = reason or (
+        reason = reason or (
             f"{STATISTICAL_RUNS} runs of each: gradients of the same size, losses at the same level; "
             f"a difference in loss below {resolution:.1%} would not have been detected"
         )
-        claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=found)
-        evidence: Evidence = {"resolution": resolution}
-        if candidates:
-            evidence["candidate_losses"] = candidates[0].mean_losses()
-        return self._proof([claim], plain, evidence)
-
-    def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: Evidence) -> Proof:
-        self._drop_prestarted()  # not needed: it would hold memory while the next thing is measured
-        last = claims[-1]
-        return Proof(
-            verdict=last.verdict,
-            reason=last.reason,
-            steps=plain.steps,
-            epochs=plain.steps / self._pattern.epoch_steps if self._pattern.epoch_steps else None,
-            claims=tuple(claims),
-            repeatable=None if self._repeats is None else self._repeats == "to the bit",
-            notes=tuple(_notes(plain, self._repeats)),
-            baseline_losses=plain.mean_losses(),
-            **evidence,
-        )
+        claimed = worst(choice.exactness for choice in choices)
+        claim = Claim(levers=_labels(choices), claimed=claimed, verdict=verdict, reason=reason)
+        return replace(found, verdict=verdict, reason=reason, claims=(claim,))
 
     # the runs
 
@@ -427,28 +389,13 @@ class Prover:
         self,
         choices: Sequence[Choice],
         *,
-        role: Role = "free",
-        nudge: Nudge = "none",
-        nudge_seed: int = 0,
-        gradient_noise: float = 0.0,
-        noise_seed: int = 0,
         then: Sequence[Choice] | None = None,
+        **asked: Any,  # fields of NumericsRequest
     ) -> Numerics:
-        """nudge_seed: other than 0, move the weights farther. `then`: the levers of the run that will probably be
-        recorded next; None: unknown."""
+        """`then`: the levers of the run that will probably be recorded next; None: unknown."""
         assert self._steps is not None
         checks = self._check_steps(self._steps)
-        request = NumericsRequest(
-            steps=self._steps,
-            role=role,
-            folder=str(self._folder),
-            checks=checks,
-            nudge=nudge,
-            nudge_ulps=judge.FARTHER if nudge_seed else 1,
-            nudge_seed=nudge_seed,
-            gradient_noise=gradient_noise,
-            noise_seed=noise_seed,
-        )
+        request = NumericsRequest(steps=self._steps, folder=str(self._folder), checks=checks, **asked)
         from_start, live = split_by_switch(choices)
         while True:
             process, alone = self._next_process(from_start, then)
@@ -530,6 +477,29 @@ class Prover:
         least = LEAST_SHARE * self._deadline.budget_seconds
         affordable = int(max(available, least) / (runs.all * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
         return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
+
+
+def _unjudged(plain: Numerics) -> Proof:
+    return Proof(verdict="rejected", reason="", steps=plain.steps, baseline_losses=plain.mean_losses())
+
+
+def _of_claim(
+    found: Proof,
+    claimed: Exactness,
+    choices: Sequence[Choice],
+    verdict: ProofVerdict,
+    reason: str,
+    *,
+    may_be_reduced: bool = False,
+) -> Proof:
+    """What was found, with the verdict on this claim of those of the choices that make it."""
+    own = _labels([choice for choice in choices if choice.exactness == claimed])
+    claim = Claim(levers=own, claimed=claimed, verdict=verdict, reason=reason, may_be_reduced=may_be_reduced)
+    return replace(found, verdict=verdict, reason=reason, claims=(claim,))
+
+
+def _labels(choices: Sequence[Choice]) -> tuple[str, ...]:
+    return tuple(choice.label for choice in choices)
 
 
 def _failure(error: TrialError | ScriptError) -> str:

@@ -7,7 +7,6 @@ Tuned         the plan with all of that, of a script or a training step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -21,11 +20,9 @@ from flatout.search.lines import BudgetOption, nothing_found, seconds_argument
 from flatout.search.trial import Record, Trial
 from flatout.statistics import Comparison
 from flatout.tuning.devices.found import DevicesTuned
-from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
-from flatout.tuning.trials import Trials, restart_seconds
 from flatout.tuning.whole_run import WholeRun
-from flatout.tuning.windows import Pairing
+from flatout.tuning.windows import FewSteps, Pairing
 
 ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistical", "rejected"]
 
@@ -107,10 +104,6 @@ class SearchState(Record[Choice]):
     compiled_graphs: set[Graph] = field(default_factory=set)
     """What trials compiled, which later processes find in the cache."""
     warnings: list[str] = field(default_factory=list)
-
-    def restart_seconds(self, trials: Trials, choices: Sequence[Choice] = ()) -> float:
-        """Of one more trial, with these choices on from its start."""
-        return restart_seconds(trials, self.startup_seconds, choices)
 
     @property
     def flops_per_step(self) -> float | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from flatout.errors import UsageError
+from flatout.errors import TrialError, UsageError
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.plan_choices import ChoiceValue, Exactness
@@ -22,10 +22,10 @@ from flatout.script.entry import Target
 from flatout.script.own_files import source_digests
 from flatout.script.trial.fork_server import ForkServer
 from flatout.script.trial.session import load_levers
-from flatout.script.trial.setup import TrialSetup, terminal_size
-from flatout.script.trial.started_script import StartedScript
+from flatout.script.trial.setup import StartedScript, TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
+from flatout.search.search import Progress
 from flatout.tuning.devices.choosing import DEVICES_SHARE, DevicesAsked, choose_devices
 from flatout.tuning.devices.found import DevicesTuned, with_devices
 from flatout.tuning.fitting import peak_afresh
@@ -34,9 +34,8 @@ from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.ranks.script import ScriptRanks
 from flatout.tuning.results import Tuned
 from flatout.tuning.trials import Trials
+from flatout.tuning.whole_run import WholeRun, own_start_seconds
 from flatout.units import counted
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,7 @@ class TuneRequest:
 
 
 def tune_script(
-    request: TuneRequest,
-    machine: Machine,
-    progress: Progress = lambda text: None,
-    deadline: Deadline | None = None,
+    request: TuneRequest, machine: Machine, progress: Progress = lambda text: None, deadline: Deadline | None = None
 ) -> Tuned:
     """Tune one script. Changes none of the user's files; the caller writes the plan.
 
@@ -114,7 +110,7 @@ def tune_script(
         )
         found = search_and_prove(trials, machine, levers, limits, progress)
         started.close()  # it takes memory
-        whole = found.verifier.whole_run(found.final)
+        whole, unknown = _whole_run(found, folder, deadline)
         if found.state.fit is not None:
             progress("measuring the memory of a step in a new process")
             planned_bytes = peak_afresh(trials, found.state.kept)
@@ -136,10 +132,33 @@ def tune_script(
             seconds=deadline.elapsed_seconds,
             warnings=(
                 *found.warnings,
+                *unknown,
                 *(() if devices is None else devices.warnings),
                 *filter(None, [deadline.explanation]),
             ),
         )
+
+
+def _whole_run(found: Found, folder: Path, deadline: Deadline) -> tuple[WholeRun | None, list[str]]:
+    """(the plan's effect on a whole run, start-up included; why it is unknown). Nothing of both where nothing was
+    kept."""
+    state, final = found.state, found.final
+    if final is None or not state.kept:
+        return None, []
+    try:
+        with deadline.stage("timing the start of flatout run"):
+            own_seconds = own_start_seconds(folder)
+    except TrialError as error:
+        return None, [f"the gain of a whole run is unknown, because {error}"]
+    few = state.few_steps
+    whole = WholeRun.of(
+        final,
+        own_start_seconds=own_seconds,
+        script_start_seconds=state.startup_seconds or 0.0,
+        steps=state.total_steps,
+        steps_at_start=0 if few is None else few.steps - few.compared,
+    )
+    return whole, []
 
 
 def _plan(found: Found, machine: Machine, request: TuneRequest, devices: DevicesTuned | None) -> Plan:

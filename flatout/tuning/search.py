@@ -19,23 +19,32 @@ from flatout.levers.lever import Choice, Lever, Saving, graph_of, split_by_switc
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.script.trial.answers import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
-from flatout.script.trial.started_script import mostly_waited
+from flatout.script.trial.setup import mostly_waited
 from flatout.search.deadline import BudgetSpent
 from flatout.search.search import Progress, Proposal, Search
-from flatout.search.trial import Measured, Outcome, Trial
+from flatout.search.trial import Measured, Trial
 from flatout.statistics import Comparison
-from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compare_whole_runs, few_steps, pace_within
-from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
-from flatout.tuning.for_memory import MemoryGain, judge_gain
+from flatout.tuning.fitting import Fit, combinations, fit, judge_gain
 from flatout.tuning.history import History
-from flatout.tuning.proposals import TRIALS_COST, Proposals, SearchLimits
+from flatout.tuning.proposals import COMPARISON_SECONDS, TRIALS_COST, Proposals, SearchLimits, least_trial_seconds
 from flatout.tuning.results import SearchState
-from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
-from flatout.tuning.trials import RunningTrial, Trials, once_more_if_ended
+from flatout.tuning.short_budget import no_step, too_few_to_fit, too_slow, too_slow_for_whole_runs
+from flatout.tuning.trials import RunningTrial, Trials, once_more_if_ended, restart_seconds
 from flatout.tuning.verifier import STEPS_SHARE, least_seconds
-from flatout.tuning.windows import Arm, Pace, Pairing, RolledBackInside, compare_arms
-from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds
-from flatout.units import format_bytes, format_seconds
+from flatout.tuning.windows import (
+    FEWEST_STEPS,
+    WANTED_PAIRS,
+    Arm,
+    FewSteps,
+    Pace,
+    Pairing,
+    RolledBackInside,
+    compare_arms,
+    compare_whole_runs,
+    few_steps,
+    pace_within,
+)
+from flatout.units import counted, format_bytes, format_seconds
 
 OBSERVED_STEPS = 30
 COMPILED_AGAIN_BY = 3
@@ -88,7 +97,9 @@ class TrainingSearch(Search[Choice]):
         super().__init__(SearchState(total_steps=limits.total_steps), limits.deadline, progress)
         self.trials = trials
         self.machine, self.levers, self.limits = machine, levers, limits
-        self._proposals = Proposals(levers, machine, self.state, limits, trials, history or History())
+        self._proposals = Proposals(
+            levers, machine, self.state, limits, trials.kind, history or History(), self._restart_seconds
+        )
         self._process: RunningTrial | None = None
         self._process_has: list[Choice] = []
         """The choices on from the start of that process."""
@@ -119,15 +130,12 @@ class TrainingSearch(Search[Choice]):
     @property
     def usual_trial_seconds(self) -> float:
         if self.few is not None:
-            return self._whole_runs_seconds(self.few, self.first_seconds or 0.0)
+            return self.few.least_seconds(self.first_seconds or 0.0, self._restart_seconds())
         return least_trial_seconds(self.state.first_observed)
-
-    def _whole_runs_seconds(self, few: FewSteps, step_seconds: float) -> float:
-        return few.least_seconds(step_seconds, self._restart_seconds())
 
     def _restart_seconds(self, choices: Sequence[Choice] = ()) -> float:
         """Of one more trial under these choices."""
-        return self.state.restart_seconds(self.trials, self._from_start(choices))
+        return restart_seconds(self.trials, self.state.startup_seconds, self._from_start(choices))
 
     def close(self) -> None:
         if self._process is not None:
@@ -215,18 +223,13 @@ class TrainingSearch(Search[Choice]):
     def observe(self) -> None:
         self._progress(f"starting the {self.trials.kind}")
         try:
-            seen, described = self._watch_plain(OBSERVED_STEPS)
+            seen = self._watch_plain(OBSERVED_STEPS)
         except TrialError as error:
             if self._goes_on_without_forks(error):
                 self.observe()
                 return
-            seen, described = self._watch_after(error)
-        self.state.observed = replace(
-            seen,
-            compiled_in_script=described.compiled_in_script,
-            autocast_in_script=described.autocast_in_script,
-        )
-        self.state.first_observed = self.state.observed
+            seen = self._watch_after(error)
+        self.state.observed = self.state.first_observed = seen
         if self.few is not None:  # from here on each run has a process of its own
             return
         main = self._main()
@@ -244,7 +247,7 @@ class TrainingSearch(Search[Choice]):
         self.trials = by_themselves
         return True
 
-    def _watch_after(self, error: TrialError) -> tuple[Observed, Observed]:
+    def _watch_after(self, error: TrialError) -> Observed:
         """The same as `_watch_plain`, where that ended with an error."""
         if isinstance(error, TrialHangs):
             raise no_step(self.trials.name, error.seconds, self.state.startup_seconds, self._deadline) from None
@@ -252,7 +255,14 @@ class TrainingSearch(Search[Choice]):
             raise error
         if not error.leaves_enough_steps:
             raise explain_end(error, self.trials.name, levers=True) from None
-        return self._watch_short(error)
+        self.close()
+        try:  # it has ended meanwhile: restart it and watch fewer steps
+            if error.steps >= FEWEST_STEPS:
+                self._note_length(error, None)
+                return self._watch_plain(max(2, error.steps - 10))
+            return self._watch_few(error)
+        except TrialEnded as again:
+            raise explain_end(again, self.trials.name, levers=True) from None
 
     def _fit(self, limit_bytes: int) -> None:
         """Keep what brings a step under the limit, whatever it costs."""
@@ -271,24 +281,12 @@ class TrainingSearch(Search[Choice]):
             self._keep_back(seen.step_seconds or 0.0)
             self._look_again()
 
-    def _watch_short(self, end: TrialEnded) -> tuple[Observed, Observed]:
-        """The same for a script that has ended meanwhile: restart it and watch fewer steps."""
-        self.close()
-        try:
-            if end.steps >= FEWEST_STEPS:
-                self._note_length(end, None)
-                return self._watch_plain(max(2, end.steps - 10))
-            return self._watch_few(end)
-        except TrialEnded as again:
-            raise explain_end(again, self.trials.name, levers=True) from None
-
-    def _watch_few(self, end: TrialEnded) -> tuple[Observed, Observed]:
+    def _watch_few(self, end: TrialEnded) -> Observed:
         """Watch all steps after the first: time those before the last, and count what the last computes."""
         with self._explaining_stops():
             process, described = self._described()
             self._progress(f"watching {end.steps - 1} plain steps")
-            seen = process.breakdown([], steps=end.steps - 2)
-            seen = replace(seen, **asdict(process.work()))
+            seen = _with_work(process.breakdown([], steps=end.steps - 2), process, described)
         self.close()
         step_seconds = seen.step_seconds or 0.0
         self._note_length(end, step_seconds)
@@ -297,15 +295,17 @@ class TrainingSearch(Search[Choice]):
             self._affordable_steps(step_seconds)
         elif self.limits.fit_bytes is not None:
             raise too_few_to_fit(self.trials.name, self.few.steps)
-        elif (wanted := self._whole_runs_seconds(self.few, step_seconds)) > self._remaining():
+        elif (wanted := self.few.least_seconds(step_seconds, self._restart_seconds())) > self._remaining():
             startup, name = self.state.startup_seconds or 0.0, self.trials.name
             raise too_slow_for_whole_runs(name, startup, step_seconds, self.few, wanted, self._deadline)
-        return seen, described
+        return seen
 
     def _described(self) -> tuple[RunningTrial, Observed]:
         """The process at its first step, and what was observed before anything of ours ran."""
         process = self._main()
-        if self._restarts == 1 and mostly_waited(process, self._deadline.budget_seconds):
+        if self._restarts == 1 and mostly_waited(
+            process.start_seconds or 0.0, process.waiting_seconds, self._deadline.budget_seconds
+        ):
             self._progress("restarting: the first start was mostly waiting")
             self.close()
             process = self._main()
@@ -316,8 +316,8 @@ class TrainingSearch(Search[Choice]):
         self.state.loop = described.loop
         return process, described
 
-    def _watch_plain(self, steps: int) -> tuple[Observed, Observed]:
-        """(what `steps` plain steps showed, what was observed before anything of ours ran)"""
+    def _watch_plain(self, steps: int) -> Observed:
+        """Watch so many plain steps."""
         with self._explaining_stops():
             process, described = self._described()
             self._progress("timing the first plain steps")
@@ -325,8 +325,7 @@ class TrainingSearch(Search[Choice]):
             affordable = self._affordable_of_first(process, min(window.settle_seconds + window.seconds))
             steps = min(steps, OBSERVED_STEPS, affordable)
             self._progress(f"watching {steps} plain steps")
-            seen = process.breakdown([], steps=steps)
-            return replace(seen, **asdict(process.work())), described
+            return _with_work(process.breakdown([], steps=steps), process, described)
 
     def _affordable_of_first(self, process: RunningTrial, step_seconds: float) -> int:
         """Where the budget is too short for steps as long as the first, time a few more: first steps allocate, and
@@ -377,8 +376,7 @@ class TrainingSearch(Search[Choice]):
         """compile_seconds: None: of what is kept. steps_share: None: as it was decided."""
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
         share = self._steps_share if steps_share is None else steps_share
-        budget_seconds, startup_seconds = self._deadline.budget_seconds, self.state.startup_seconds or 0.0
-        needed = least_seconds(step_seconds, startup_seconds, self.trials, budget_seconds, self.few, share)
+        needed = least_seconds(step_seconds, self.state, self.trials, self._deadline.budget_seconds, share)
         return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
 
     def _fewest_steps(self, step_seconds: float) -> int:
@@ -443,7 +441,7 @@ class TrainingSearch(Search[Choice]):
             pairing = self._compare(wanted, tried)
             self.state.compiled_graphs.add(graph_of(wanted))
             found = self._judge(pairing)
-            gain = self._memory_gain(wanted, tried[-1])
+            peaks = self._peaks(wanted, tried[-1])
             if found.outcome == "kept" and self.state.fit is not None:
                 found = self._within_limit(found, wanted, self.state.fit)
         except BudgetSpent:
@@ -451,14 +449,18 @@ class TrainingSearch(Search[Choice]):
             raise
         except (TrialError, ScriptError) as error:
             return self._again_without_forks(error, wanted, tried) or self._failure(error)
-        if gain is None:
+        if peaks is None:
             return found
         if found.outcome in ("kept", "dropped"):
             # Also where it is faster: the last comparison may find it slower, and it is kept all the same.
-            outcome, reason = self._judge_memory(gain, tried[-1])
+            asked, device = self.limits.only is not None, self.state.observed.device
+            outcome, reason = judge_gain(*peaks, tried[-1], self.machine, device, asked=asked)
+            if outcome == "kept":
+                self.state.for_memory.append(tried[-1])
             if outcome == "kept" or found.outcome == "dropped":
                 found = replace(found, outcome=outcome, reason=reason)
-        return replace(found, baseline_peak_bytes=gain.before.peak_bytes, candidate_peak_bytes=gain.after.peak_bytes)
+        before, after = peaks
+        return replace(found, baseline_peak_bytes=before.peak_bytes, candidate_peak_bytes=after.peak_bytes)
 
     def _again_without_forks(
         self, error: Exception, wanted: Sequence[Choice], tried: Sequence[Choice]
@@ -486,11 +488,11 @@ class TrainingSearch(Search[Choice]):
         size = "cannot be measured" if peak is None else f"is {format_bytes(peak)}"
         return replace(found, outcome="dropped", reason=f"faster, but the memory of a step {size}")
 
-    def _memory_gain(self, wanted: Sequence[Choice], choice: Choice) -> MemoryGain | None:
-        """What a memory lever saves; None for any other."""
+    def _peaks(self, wanted: Sequence[Choice], choice: Choice) -> tuple[Peak, Peak] | None:
+        """Without and with a memory lever; None for any other."""
         if choice.lever.aim != "memory" or choice.lever.switch != "live":
             return None
-        return MemoryGain(before=self._peak(self.state.kept), after=self._peak(wanted))
+        return self._peak(self.state.kept), self._peak(wanted)
 
     def _peak(self, choices: Sequence[Choice]) -> Peak:
         if self.few is None:
@@ -498,22 +500,14 @@ class TrainingSearch(Search[Choice]):
         with self._started(self._from_start(choices)) as fresh:
             return fresh.peak(self._live(choices), steps=1)
 
-    def _judge_memory(self, gain: MemoryGain, choice: Choice) -> tuple[Outcome, str]:
-        asked = self.limits.only is not None
-        outcome, reason = judge_gain(gain, choice, self.machine, self.state.observed.device, asked=asked)
-        if outcome == "kept":
-            self.state.for_memory.append(choice)
-        return outcome, reason
-
     def _compare(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> Pairing:
-        choice = tried[-1]
         collected: list[tuple[float, float]] = []
         for attempt in range(ATTEMPTS):
             if self.few is not None:
-                return self._compare_whole_runs(self.few, wanted, choice)
+                return self._compare_whole_runs(self.few, wanted, tried[-1])
             try:
                 with self._arms(wanted) as arms:
-                    return compare_arms(*arms, self._pace(bundle=len(tried) > 1), choice, collected)
+                    return compare_arms(*arms, self._pace(bundle=len(tried) > 1), tried[-1], collected)
             except TrialEnded as end:
                 if not end.by_itself or attempt == ATTEMPTS - 1:
                     raise
@@ -532,19 +526,19 @@ class TrainingSearch(Search[Choice]):
         if self._from_start(wanted) == self._from_start():
             yield baseline, Arm(baseline.process, self._live(wanted))
             return
-        with self._started(self._from_start(wanted)) as other:
-            yield baseline, Arm(other, self._live(wanted))
+        with self._fresh_arm(wanted) as other:
+            yield baseline, other
+
+    @contextlib.contextmanager
+    def _fresh_arm(self, choices: Sequence[Choice]) -> Iterator[Arm]:
+        with self._started(self._from_start(choices)) as process:
+            yield Arm(process, self._live(choices))
 
     def _compare_whole_runs(self, few: FewSteps, wanted: Sequence[Choice], choice: Choice | None) -> Pairing:
-        @contextlib.contextmanager
-        def run(choices: Sequence[Choice]) -> Iterator[Arm]:
-            with self._started(self._from_start(choices)) as fresh:
-                yield Arm(fresh, self._live(choices))
-
         pair_seconds = few.pair_seconds(self.first_seconds or 0.0, self._restart_seconds(wanted))
         most = max(COMPARISON_SECONDS, WANTED_PAIRS * pair_seconds)
         pace = replace(few.pace, seconds=self._share(most))
-        sides = (lambda: run(self.state.kept)), (lambda: run(wanted))
+        sides = (lambda: self._fresh_arm(self.state.kept)), (lambda: self._fresh_arm(wanted))
         return compare_whole_runs(*sides, few, pace, choice, lambda: self._remaining() > 2 * pair_seconds)
 
     def _pace(self, *, bundle: bool = False) -> Pace:
@@ -586,11 +580,8 @@ class TrainingSearch(Search[Choice]):
         if not isinstance(error, TrialEnded):
             return Measured(outcome="failed", reason=str(error))
         if error.by_itself:
-            steps = f"{error.steps} step{'s' * (error.steps != 1)}"
-            return Measured(
-                outcome="dropped",
-                reason=f"not measured: the script ended after {steps}, too few to compare; let it run longer",
-            )
+            ended = f"the script ended after {counted(error.steps, 'step')}, too few to compare"
+            return Measured(outcome="dropped", reason=f"not measured: {ended}; let it run longer")
         reason = f"the {self.trials.kind} failed under it: {error.headline or f'code {error.status}'}"
         return Measured(outcome="failed", reason=reason)
 
@@ -620,3 +611,9 @@ class TrainingSearch(Search[Choice]):
             return False
         first = usual_compile_seconds(self.state.first_observed, compiled.value)
         return self._remaining() <= first + self.usual_trial_seconds
+
+
+def _with_work(seen: Observed, process: RunningTrial, described: Observed) -> Observed:
+    """With what a step computes, and what was observed of the script before anything of ours ran."""
+    as_written = {name: getattr(described, name) for name in ("compiled_in_script", "autocast_in_script")}
+    return replace(seen, **asdict(process.work()), **as_written)

@@ -1,4 +1,4 @@
-"""Errors for a budget that is too short for a script: what takes the time, and how much would be enough.
+"""Errors for a budget, or a script, that is too short: what takes the time, and how much would be enough.
 
 They reach people at the command line and callers of `flatout.tune` alike, so they name the option of both.
 """
@@ -11,7 +11,7 @@ from flatout.errors import ScriptError
 from flatout.script.trial.answers import MORE_STEPS
 from flatout.search.deadline import Deadline
 from flatout.search.search import SEARCH_SHARE
-from flatout.tuning.few_steps import FewSteps
+from flatout.tuning.windows import FewSteps
 from flatout.units import format_seconds
 
 TRIALS_WANTED = 4
@@ -34,11 +34,7 @@ def no_step(name: str, waited_seconds: float, startup_seconds: float | None, dea
 
 
 def too_slow(
-    name: str,
-    startup_seconds: float,
-    step_seconds: float,
-    steps_a_trial: int,
-    deadline: Deadline,
+    name: str, startup_seconds: float, step_seconds: float, steps_a_trial: int, deadline: Deadline
 ) -> ScriptError:
     """Not even one lever can be tried in the time that `deadline` leaves."""
     trial_seconds = steps_a_trial * step_seconds
@@ -65,6 +61,12 @@ def too_slow_for_whole_runs(
         limit=f"trying one lever takes {runs} whole runs, about {long}, and {_left(deadline)}",
         remedy=f"{MORE_STEPS}, or try {_budget(max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds))}",
     )
+
+
+def too_few_to_fit(name: str, steps: int) -> ScriptError:
+    """Where whole runs are compared, and a memory limit is asked for."""
+    limit = "a memory limit (fit) needs several steps of one run to measure"
+    return ScriptError(f"{name} has {steps} steps", limit=limit, remedy=f"{MORE_STEPS}, or tune it without a limit")
 
 
 def _left(deadline: Deadline) -> str:

@@ -1,14 +1,14 @@
 """What search, proof and comparison need of trials, whatever runs in them.
 
 TrialSetup     trials of a script: each is a process of its own (`trial_process`)
-StepTrials     trials of a TrainStep: each is a copy of it in this process (`step_trial`)
+StepTrials     trials of a TrainStep: each is a copy of it in this process (`step_tuning`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
@@ -37,25 +37,18 @@ class RunningTrial(Timed, Protocol):
     """Are steps in progress interrupted soon after the deadline, with BudgetSpent?"""
     deadline: Deadline | None
 
-    @property
-    def isolation(self) -> Mapping[str, object]: ...
-
-    @property
-    def startup_seconds(self) -> float | None:
-        """Of a new process, until its first step is recognized."""
-
-    @property
-    def start_seconds(self) -> float | None:
-        """The same, as measured here."""
-
-    @property
-    def waiting_seconds(self) -> float:
-        """The part of it in which neither the process nor anything it started was computing."""
+    isolation: dict[str, object]
+    startup_seconds: float | None
+    """Of a new process, until its first step is recognized."""
+    start_seconds: float | None
+    """The same, as measured here."""
+    waiting_seconds: float
+    """The part of it in which neither the process nor anything it started was computing."""
 
     @property
     def alive(self) -> bool: ...
 
-    def __enter__(self) -> RunningTrial: ...
+    def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -91,9 +84,6 @@ class Trials(Protocol):
     @property
     def afresh(self) -> str:
         """How a trial starts, in words: 'in new processes'."""
-
-    @property
-    def work_folder(self) -> Path: ...
 
     @property
     def starts_overlap(self) -> bool:

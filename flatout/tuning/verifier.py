@@ -5,9 +5,7 @@ What fails is removed: the lever at fault where the numbers are wrong, everythin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.catalogue import in_order
@@ -15,16 +13,15 @@ from flatout.levers.first_compilation import seconds_to_compile_again
 from flatout.levers.lever import Choice, graph_of, split_by_switch
 from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
+from flatout.search.search import Progress
 from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
-from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
 from flatout.tuning.last_comparison import PlainAndPlanned, compare_afresh, not_confirmed, trials_as_used
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.trials import Trials, restart_seconds
-from flatout.tuning.whole_run import WholeRun, own_start_seconds, whole_run
-from flatout.tuning.windows import Pace, Pairing
+from flatout.tuning.windows import FewSteps, Pace, Pairing
 from flatout.units import format_seconds
 
 COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
@@ -43,28 +40,18 @@ RUNS_TO_PROVE_REDUCED = 2
 TYPICAL_SHARE = 0.8
 """Of a mean step: where the median is shorter, plain and planned, it says little of a run."""
 
-Progress = Callable[[str], None]
-
 
 def least_seconds(
-    step_seconds: float,
-    startup_seconds: float,
-    trials: Trials,
-    budget_seconds: float,
-    few: FewSteps | None = None,
-    steps_share: float = STEPS_SHARE,
+    step_seconds: float, state: SearchState, trials: Trials, budget_seconds: float, steps_share: float = STEPS_SHARE
 ) -> float:
-    """What a search must leave for proof and last comparison.
-
-    startup_seconds: of the script in a new process. few: its length, where runs are compared. steps_share: of the
-    budget, reserved for steps at most.
-    """
-    compared = trials_as_used(trials, few)
-    proved_start_seconds, compared_start_seconds = (restart_seconds(one, startup_seconds) for one in (trials, compared))
+    """What a search must leave for proof and last comparison. steps_share: of the budget, reserved for steps at
+    most."""
+    few, compared = state.few_steps, trials_as_used(trials, state.few_steps)
+    proved_start, compared_start = (restart_seconds(one, state.startup_seconds) for one in (trials, compared))
     proofs = _pairs_of_proof(trials, few)
     starts, whole = (
-        prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=proved_start_seconds, few=few), trials)
-        + last_comparison.least_seconds(seconds, compared_start_seconds, compared, few=few, started_pairs=proofs)
+        prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=proved_start, few=few), trials)
+        + last_comparison.least_seconds(seconds, compared_start, compared, few=few, started_pairs=proofs)
         for seconds in (0.0, step_seconds)
     )
     if few is not None:  # runs cannot be shortened: a budget that is too short for them is rejected
@@ -76,15 +63,6 @@ def _pairs_of_proof(trials: Trials, few: FewSteps | None) -> int:
     """Pairs of processes of the proof that can be compared as well, where there is no time for more new ones. A proof
     of a TrainStep makes copies in one process, and one of whole runs ends them."""
     return int(few is None and trials.kind == "script")
-
-
-class FailedClaim(NamedTuple):
-    """A lever that changes the numbers by more than it claims."""
-
-    choice: Choice
-    reason: str
-    may_be_reduced: bool
-    """Are the check steps consistent with 'reduced'?"""
 
 
 class Verifier:
@@ -102,22 +80,15 @@ class Verifier:
         self._exactness = exactness
         """The weakest claim that may be made."""
         share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state, trials)
-        self._compared = trials_as_used(trials, state.few_steps)
-        least, needed = (
-            last_comparison.least_seconds(
-                pattern.step_seconds,
-                state.restart_seconds(self._compared),
-                self._compared,
-                _levers_start_seconds(state),
-                state.few_steps,
-                process_pairs,
-                proofs,
-            )
-            for process_pairs, proofs in (
-                (last_comparison.LEAST_PROCESS_PAIRS, _pairs_of_proof(trials, state.few_steps)),
-                (last_comparison.WANTED_PROCESS_PAIRS, 0),
-            )
-        )
+        few, proofs = state.few_steps, _pairs_of_proof(trials, state.few_steps)
+        self._compared = trials_as_used(trials, few)
+        starts = restart_seconds(self._compared, state.startup_seconds), self._compared, _levers_start_seconds(state)
+
+        def compared_seconds(process_pairs: int, started: int) -> float:
+            return last_comparison.least_seconds(pattern.step_seconds, *starts, few, process_pairs, started)
+
+        least = compared_seconds(last_comparison.LEAST_PROCESS_PAIRS, proofs)
+        needed = compared_seconds(last_comparison.WANTED_PROCESS_PAIRS, 0)
         beside_proof = self._claim_what_there_is_time_for(pattern, least)
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, max(2 * share, beside_proof)))
         self.warnings: list[str] = []
@@ -126,7 +97,7 @@ class Verifier:
         self._prover = Prover(trials, pattern, before, progress, latest)
         # They take memory while others run, so they stay only where time may be too short for pairs of new ones.
         short = beside_proof < KEEPING_MARGIN * needed and state.first_observed.device == "cpu"
-        self._prover.keeps_processes = short and bool(_pairs_of_proof(trials, state.few_steps))
+        self._prover.keeps_processes = short and bool(proofs)
 
     def _claim_what_there_is_time_for(self, pattern: Pattern, comparison_seconds: float) -> float:
         """Seconds left beside the proof of what is claimed after this.
@@ -153,16 +124,13 @@ class Verifier:
         return beside_proof()
 
     def run(self) -> tuple[Proof | None, Pairing | None]:
-        with self._prover:
-            return self._run()
-
-    def _run(self) -> tuple[Proof | None, Pairing | None]:
         """What is left where nothing is faster, memory levers, is proved and measured without the others."""
-        while (proof := self._proof_of_kept()) is not None:
-            final = self._final_comparison()
-            if (final is not None and final.comparison.verdict == "faster") or not self._give_back(final):
-                self.warnings += [] if final is None else gain_of_all_steps(final)
-                return proof, final
+        with self._prover:
+            while (proof := self._proof_of_kept()) is not None:
+                final = self._final_comparison()
+                if (final is not None and final.comparison.verdict == "faster") or not self._give_back(final):
+                    self.warnings += [] if final is None else gain_of_all_steps(final)
+                    return proof, final
         return None, None
 
     def _proof_of_kept(self) -> Proof | None:
@@ -171,9 +139,9 @@ class Verifier:
             proof = self._prover.prove(self.state.kept)
             if proof.holds:
                 return proof
-            for failed in self._find_failed(proof):
-                if not self._relax(failed):
-                    self._drop(failed.choice, failed.reason)
+            for choice, reason, may_be_reduced in self._find_failed(proof):
+                if not (may_be_reduced and self._relax(choice, reason)):
+                    self._drop(choice, reason)
         return None
 
     def _give_back(self, final: Pairing | None) -> bool:
@@ -186,8 +154,10 @@ class Verifier:
         self.state.take_back(given_back, "dropped", reason)
         return bool(given_back)
 
-    def _find_failed(self, proof: Proof) -> list[FailedClaim]:
-        """Bisect for the first lever with which the numbers go wrong: over prefixes of the levers with the failed
+    def _find_failed(self, proof: Proof) -> list[tuple[Choice, str, bool]]:
+        """(a lever that changes the numbers by more than it claims, why, may it be 'reduced' by its check steps?)
+
+        Bisect for the first lever with which the numbers go wrong: over prefixes of the levers with the failed
         claim, on top of all those with a stricter one. All candidates, where time is too short to find out: whether
         they may be reduced was seen of all of them together."""
         failed = proof.claims[-1]
@@ -198,7 +168,7 @@ class Verifier:
             if not self._prover.has_time_for(1):
                 reason = f"{last.reason} (one of {high - low}; no time was left to find out which)"
                 may_be_reduced = last.claims[-1].may_be_reduced
-                return [FailedClaim(choice, reason, may_be_reduced) for choice in suspects[low:high]]
+                return [(choice, reason, may_be_reduced) for choice in suspects[low:high]]
             middle = (low + high) // 2
             self._progress(f"the numbers are wrong; finding the lever ({high - low} left)")
             tried = [c for c in self.state.kept if c.label in sound or c in suspects[:middle]]
@@ -207,21 +177,20 @@ class Verifier:
                 low = middle
             else:
                 high, last = middle, partial
-        return [FailedClaim(suspects[high - 1], last.reason, last.claims[-1].may_be_reduced)]
+        return [(suspects[high - 1], last.reason, last.claims[-1].may_be_reduced)]
 
-    def _relax(self, failed: FailedClaim) -> bool:
-        """Relax its claim to 'reduced' where that is allowed, may hold, and there is time to prove it; True if so.
+    def _relax(self, choice: Choice, reason: str) -> bool:
+        """Relax its claim to 'reduced' where that is allowed, and there is time to prove it; True if so.
 
         A kernel that sums in another order can be far less accurate (batch norm over channels_last on a CPU): worse
         than rounding, but better than 16-bit products.
         """
-        choice = failed.choice
-        if not failed.may_be_reduced or self._exactness != "reduced" or choice.relaxed:
+        if self._exactness != "reduced" or choice.relaxed:
             return False
         others = any(one.exactness == "reduced" for one in self.state.kept)  # then these runs happen anyway
         if not others and not self._prover.has_time_for(RUNS_TO_PROVE_REDUCED):
             return False
-        self._claim_reduced(choice, f"beyond rounding: {failed.reason}")
+        self._claim_reduced(choice, f"beyond rounding: {reason}")
         return True
 
     def _claim_reduced(self, choice: Choice, reason: str) -> None:
@@ -273,27 +242,6 @@ class Verifier:
         found = [trial for trial in fit.trials if left.choices and trial.choices == wanted]
         state.trials += [replace(trial, outcome="kept", reason=reason) for trial in found]
 
-    def whole_run(self, final: Pairing | None) -> WholeRun | None:
-        """The plan's effect on a whole run, start-up included; None where nothing was kept."""
-        if final is None or not self.state.kept:
-            return None
-        with self._deadline.stage("timing the start of flatout run"):
-            try:
-                own_seconds = own_start_seconds(self.trials.work_folder)
-            except TrialError as error:
-                self.warnings.append(f"the gain of a whole run is unknown, because {error}")
-                return None
-        few = self.state.few_steps
-        return whole_run(
-            own_start_seconds=own_seconds,
-            lever_start_seconds=final.startup_seconds,
-            script_start_seconds=self.state.startup_seconds or 0.0,
-            plain_step_seconds=final.baseline_seconds,
-            planned_step_seconds=final.candidate_seconds,
-            steps=self.state.total_steps,
-            steps_at_start=0 if few is None else few.steps - few.compared,
-        )
-
     def _final_comparison(self) -> Pairing | None:
         self._progress(f"measuring the plan against the plain {self.trials.kind}, {self.trials.afresh}")
         load = LoadWatch()
@@ -318,8 +266,8 @@ class Verifier:
 def _pattern(state: SearchState, trials: Trials) -> Pattern:
     seen = state.first_observed
     batches = next((loader.batches_per_epoch for loader in seen.loaders if loader.batches_per_epoch), None)
-    plain_seconds = state.restart_seconds(trials)
-    planned_seconds = state.restart_seconds(trials, split_by_switch(state.kept)[0])
+    plain_seconds = restart_seconds(trials, state.startup_seconds)
+    planned_seconds = restart_seconds(trials, state.startup_seconds, split_by_switch(state.kept)[0])
     return Pattern(
         step_seconds=seen.step_seconds or 0.01,
         start_seconds=plain_seconds,

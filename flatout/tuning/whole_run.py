@@ -18,6 +18,7 @@ from flatout.environment import variables
 from flatout.errors import TrialError
 from flatout.script.child_command import child_command
 from flatout.statistics import median
+from flatout.tuning.windows import Pairing
 
 STARTS = 3
 
@@ -44,30 +45,29 @@ class WholeRun:
             return None
         return self.plain_seconds / self.planned_seconds
 
-
-def whole_run(
-    *,
-    own_start_seconds: float,
-    lever_start_seconds: float | None,
-    script_start_seconds: float,
-    plain_step_seconds: float,
-    planned_step_seconds: float,
-    steps: int | None,
-    steps_at_start: int = 0,
-) -> WholeRun:
-    """From the measurements; `script_start_seconds` is the time before the script's first step, or including the first
-    `steps_at_start` steps."""
-    extra = own_start_seconds + (lever_start_seconds or 0.0)
-    left = None if steps is None else steps - steps_at_start
-    saved = plain_step_seconds - planned_step_seconds
-    return WholeRun(
-        own_start_seconds=own_start_seconds,
-        lever_start_seconds=lever_start_seconds,
-        payoff_steps=math.ceil(extra / saved) if saved > 0 else None,
-        steps=steps,
-        plain_seconds=None if left is None else script_start_seconds + left * plain_step_seconds,
-        planned_seconds=None if left is None else script_start_seconds + extra + left * planned_step_seconds,
-    )
+    @classmethod
+    def of(
+        cls,
+        final: Pairing,
+        *,
+        own_start_seconds: float,
+        script_start_seconds: float,
+        steps: int | None,
+        steps_at_start: int = 0,
+    ) -> WholeRun:
+        """From the measurements; `script_start_seconds` is the time before the script's first step, or including the
+        first `steps_at_start` steps."""
+        plain, planned = final.baseline_seconds, final.candidate_seconds
+        extra = own_start_seconds + (final.startup_seconds or 0.0)
+        left = None if steps is None else steps - steps_at_start
+        return cls(
+            own_start_seconds=own_start_seconds,
+            lever_start_seconds=final.startup_seconds,
+            payoff_steps=math.ceil(extra / (plain - planned)) if plain > planned else None,
+            steps=steps,
+            plain_seconds=None if left is None else script_start_seconds + left * plain,
+            planned_seconds=None if left is None else script_start_seconds + extra + left * planned,
+        )
 
 
 def own_start_seconds(folder: Path) -> float:

@@ -7,6 +7,10 @@ does so too (every eighth step logs, eight batches of different lengths come aga
 
 A pair, as the sequential test counts it, is the median of several turns of short windows: see
 `flatout.sequential.pair_of_turns`.
+
+Scripts with so few steps that windows do not fit are compared by whole runs: each side of a pair is a run of its own,
+in a new process, from the end of the script's first step, where `flatout run` turns levers on, to the end of its last.
+The start-up cost of a lever is part of such a run, as it is for the user.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
-from flatout.script.trial.answers import Window
+from flatout.script.trial.answers import TrialEnded, Window
 from flatout.sequential import LOOKS, compare_so_far, is_decided, pair_of_turns
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.tuning.trials import Timed
@@ -54,6 +58,11 @@ MOST_LATE_GRAPHS = 2
 """... at most so often: that of an evaluation and of a last batch. Longer steps that come back are the script's own."""
 FIRST_STEPS = 3
 """Steps that pass before a trial takes commands."""
+FEWEST_STEPS = 12
+"""A script with fewer has no room even for the shortest windows of quick steps."""
+WANTED_PAIRS = 8
+"""Pairs of long whole runs: the smallest number with a rank-based interval, which a single disturbed run does not widen
+without bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +221,7 @@ def compare_arms(
     if not pace.counts_warm_up:
         began = time.monotonic()
     pairs = collected if collected is not None else []
-    resident: list[Resident] = []
+    resident: list[tuple[int, int, bool]] = []
     means: list[tuple[float, float]] = []
     turn, late_graphs = pace.turns * len(pairs), 0  # the script of a restart comes to the same steps again
     while True:
@@ -226,7 +235,7 @@ def compare_arms(
                 late = late_compilation_seconds(theirs)
                 late_graphs += late > 0
                 startup, began = startup + late, began + late * (not pace.counts_warm_up)
-            resident.append(Resident(ours.resident_bytes, theirs.resident_bytes, candidate_first(turn)))
+            resident.append((ours.resident_bytes, theirs.resident_bytes, candidate_first(turn)))
             turn += 1
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):
                 pace = pace.in_one_turn()
@@ -307,24 +316,18 @@ def is_enough(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) 
     return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
 
 
-class Resident(NamedTuple):
-    """Bytes of memory after the windows of one turn."""
+def _suspicious(resident: Sequence[tuple[int, int, bool]], pace: Pace, floor: float) -> bool:
+    """resident: bytes of memory after the windows of each turn: (baseline, candidate, did the candidate come first?).
 
-    baseline: float
-    candidate: float
-    candidate_first: bool
-
-
-def _suspicious(resident: Sequence[Resident], pace: Pace, floor: float) -> bool:
-    """Did the process grow in the candidate's windows as a leak does, and more than in the baseline's? Cheap, with
+    Did the process grow in the candidate's windows as a leak does, and more than in the baseline's? Cheap, with
     false positives: there are few windows, and steps that last seconds leave no time to look again at every lever.
 
     Only growth between two windows of one arm that follow each other is the arm's own, because switching a lever may
     itself allocate and free memory.
     """
     turns = list(itertools.pairwise(resident))
-    ours = [b.baseline - a.baseline for a, b in turns if a.candidate_first and not b.candidate_first]
-    theirs = [b.candidate - a.candidate for a, b in turns if b.candidate_first and not a.candidate_first]
+    ours = [float(after - before) for (before, _, first), (after, _, then) in turns if first and not then]
+    theirs = [float(after - before) for (_, before, first), (_, after, then) in turns if then and not first]
     if not theirs:
         return False
     least = floor * (pace.settle + pace.steps)
@@ -367,3 +370,96 @@ def tried_in(candidate: Arm, baseline: Arm, choice: Choice | None) -> list[Choic
     if choice is None:
         return []
     return [choice, *(one for one in candidate.choices if one not in baseline.choices and one != choice)]
+
+
+# whole runs
+
+Start = Callable[[], AbstractContextManager[Arm]]
+"""Starts a new run, waits for its first step, and ends it on exit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewSteps:
+    """The length of a script whose runs are compared whole."""
+
+    steps: int
+    """Of the script."""
+    compared: int
+    """Steps after the first, at whose end a trial takes commands and `flatout run` turns levers on."""
+
+    @property
+    def pace(self) -> Pace:
+        """Of pairs of runs."""
+        return Pace(steps=self.compared, settle=0, warm_steps=0)
+
+    def pair_seconds(self, step_seconds: float, restart_seconds: float) -> float:
+        """Of a pair of runs, first steps included."""
+        return 2 * (restart_seconds + self.compared * step_seconds)
+
+    def least_seconds(self, step_seconds: float, restart_seconds: float) -> float:
+        """Of the fewest pairs that can decide."""
+        return LOOKS[0] * self.pair_seconds(step_seconds, restart_seconds)
+
+
+def few_steps(end: TrialEnded, step_seconds: float | None) -> FewSteps | None:
+    """The length of a script that has ended; None where windows fit into it, even of single long steps, or where the
+    step time is unknown."""
+    if step_seconds is None:
+        return None
+    few = FewSteps(steps=end.script_steps, compared=end.steps - 1)
+    pace = Pace.for_step(step_seconds, seconds=0.0)
+    if end.steps >= FEWEST_STEPS:
+        pace = pace_within(pace, end.steps)
+    return None if pace.fits(few.compared) else few
+
+
+def pace_within(pace: Pace, total_steps: int) -> Pace:
+    """The same, with shorter windows where a script of that length would not give a single pair otherwise."""
+    return pace if pace.fits(total_steps - 1) else pace.within(total_steps)
+
+
+def compare_whole_runs(
+    baseline: Start,
+    candidate: Start,
+    few: FewSteps,
+    pace: Pace,
+    choice: Choice | None = None,
+    has_time: Callable[[], bool] = lambda: False,
+) -> Pairing:
+    """Pairs of runs, until the verdict is clear, or `pace.seconds` or the pairs are used up. Seconds are per mean step.
+
+    More pairs follow, up to eight, while every pair shows a gain and `has_time` allows another.
+
+    Raises RolledBackInside where `choice` was taken back in its run, TrialEnded where a run is shorter than `few` says.
+    """
+    began = time.monotonic()
+    pairs: list[tuple[float, float]] = []
+    while not is_enough(pairs, pace, time.monotonic() - began) or (_is_promising(pairs, pace) and has_time()):
+        pairs.append(pair_of_runs(baseline, candidate, few, len(pairs), choice))
+    return pairing_of_runs(pairs, pace)
+
+
+def _is_promising(pairs: Sequence[tuple[float, float]], pace: Pace) -> bool:
+    """Of pairs that ran out of time without a verdict: is every one a gain? Three are few where runs differ."""
+    if len(pairs) >= WANTED_PAIRS or is_decided(pairs, least_gain=pace.least_gain):
+        return False
+    return all(ours / theirs > 1 + pace.least_gain for ours, theirs in pairs)
+
+
+def pair_of_runs(
+    baseline: Start, candidate: Start, few: FewSteps, number: int, choice: Choice | None = None
+) -> tuple[float, float]:
+    """(baseline, candidate) seconds of a mean step. The second starts when the first has ended, since memory may only
+    suffice for one. Which comes first alternates with the pair's number."""
+    runs, arms = {}, {}
+    for side in (baseline, candidate) if number % 2 == 0 else (candidate, baseline):
+        with side() as arm:
+            runs[side], arms[side] = arm.window(settle=0, steps=few.compared), arm
+    raise_if_rolled_back(runs[candidate], tried_in(arms[candidate], arms[baseline], choice))
+    ours, theirs = ((sum(run.seconds) + run.apply_seconds) / few.compared for run in (runs[baseline], runs[candidate]))
+    return ours, theirs
+
+
+def pairing_of_runs(pairs: list[tuple[float, float]], pace: Pace) -> Pairing:
+    """The result of pairs of whole runs; start-up is part of them."""
+    return Pairing.of(pairs, compare_pairs(pairs, pace), None)

@@ -16,6 +16,7 @@ from flatout.levers.allocator import PreloadedAllocator
 from flatout.machine.detect import detect
 from flatout.plan import Plan, write_plan
 from flatout.script.entry import Target
+from flatout.script.own_files import source_digests
 
 
 class StartedOver(Exception):
@@ -102,3 +103,25 @@ def test_processes_that_cannot_be_followed_are_a_miss_only_with_choices() -> Non
     plain = applied()
     plain.note_unfollowed("PermissionError")
     assert (plain.notes, plain.missed) == (["processes that the script starts are not watched (PermissionError)"], [])
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_plan_for_what_the_script_was_before_an_edit(folder: Path, edited: bool) -> None:
+    """Its numbers were proved, and its FLOPs counted, for that."""
+    (folder / "train.py").write_text("import net\n")
+    (folder / "net.py").write_text("width = 8\n")
+    sources, machine = source_digests(Target(path="train.py")), detect()
+    plan = Plan(
+        script="train.py", threads=1, loop="a loop", flops_per_step=1e9, sources=sources,
+        machine_fingerprint=machine.fingerprint, torch_version=machine.versions.torch,
+    )  # fmt: skip
+    write_plan("p.toml", plan)
+    if edited:
+        (folder / "net.py").write_text("width = 16\n")
+    run = applied()
+    run.read("p.toml")
+    run.choose(trusted=False)
+    assert run.plan is not None
+    assert run.plan.flops_per_step == (None if edited else 1e9)
+    assert run.proved_for == ("a loop" if edited else None)
+    assert run.notes == ["net.py changed since the tune: tune again to be sure"] * edited

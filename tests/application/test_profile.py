@@ -69,7 +69,7 @@ def test_compiled_code_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.profiler.record_function("Torch-Compiled Region: 0/0"):
             x @ x
 
-    monkeypatch.setattr(callables, "frames_traced", lambda: 1)
+    monkeypatch.setattr(callables, "compile_was_asked_for", lambda: True)
     found = flatout.profile(call, steps=1)
     assert not any(followed)
     assert (found.flops, found.modules) == (None, ())

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flatout.bench.process import ContenderProcess, NotInstalled, in_child
+from flatout.bench.process import ContenderProcess, NotInstalled, _end, in_child
 from flatout.bench.workload import Setup
 from flatout.errors import TrialError
 
@@ -135,3 +135,7 @@ def test_a_contender_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "it goes on"
         time.sleep(0.1)
+
+
+def test_an_end_by_a_signal_without_a_name() -> None:
+    assert [_end(code) for code in (-9, -35, 3)] == ["by SIGKILL (too little memory?)", "by signal 35", "with code 3"]

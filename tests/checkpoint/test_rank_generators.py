@@ -21,9 +21,10 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
         self.here = 0, 1
-        monkeypatch.setattr(rank_generators, "rank_and_ranks", lambda: self.here)
-        monkeypatch.setattr("flatout.checkpoint.folder.rank_and_ranks", lambda: self.here)
-        monkeypatch.setattr(rank_generators, "_store", lambda: store)
+        monkeypatch.setattr(rank_generators, "joined_rank", lambda: self.here[0])
+        monkeypatch.setattr(rank_generators, "joined_ranks", lambda: self.here[1])
+        monkeypatch.setattr("flatout.checkpoint.folder.joined_rank", lambda: self.here[0])
+        monkeypatch.setattr(rank_generators, "default_store", lambda: store)
 
 
 @pytest.fixture(params=["file", "tcp"])

@@ -90,6 +90,45 @@ def test_another_optimizer() -> None:
     assert "is not saved as an optimizer's state" in refused({"optimizer": {"a": 1}}, optimizer=adamw(2))
 
 
+def test_moments_of_another_shape_are_left_as_they_were() -> None:
+    def trained(classes: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, classes))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (saved, its_optimizer), (here, optimizer) = trained(2), trained(5)
+    own = optimizer.state[here[1].bias]["exp_avg"].clone()
+    differences = restore(capture(model=saved, optimizer=its_optimizer), model=here, optimizer=optimizer, strict=False)
+    assert "optimizer: exp_avg of parameter 3 ([2] saved, [5] here)" in differences.shapes
+    assert torch.equal(optimizer.state[here[0].bias]["exp_avg"], its_optimizer.state[saved[0].bias]["exp_avg"])
+    assert torch.equal(optimizer.state[here[1].bias]["exp_avg"], own)
+    optimizer.step()
+
+
+def test_of_another_optimizer_no_state_is_taken() -> None:
+    def made(kind: str) -> torch.optim.Optimizer:
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        return {
+            "sgd": lambda: torch.optim.SGD([parameter], 0.1, momentum=0.9),
+            "adamw": lambda: torch.optim.AdamW([parameter], 0.2),
+            "adagrad": lambda: torch.optim.Adagrad([parameter], 0.3),
+        }[kind]()
+
+    for kind, other in (("sgd", "adamw"), ("adamw", "sgd"), ("sgd", "adagrad"), ("adagrad", "adamw")):
+        saved, here = made(kind), made(other)
+        saved.step()
+        assert restore(capture(optimizer=saved), optimizer=here, strict=False)
+        assert here.param_groups[0]["lr"] == saved.param_groups[0]["lr"]
+        here.step()
+        assert (
+            here.state[here.param_groups[0]["params"][0]].keys()
+            != saved.state[saved.param_groups[0]["params"][0]].keys()
+        )
+
+
 def test_adam_is_not_adamw() -> None:
     parameter = nn.Parameter(torch.ones(2))
     for saved, here in ((torch.optim.AdamW, torch.optim.Adam), (torch.optim.Adam, torch.optim.AdamW)):

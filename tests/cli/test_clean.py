@@ -19,7 +19,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (folder / "tunes.json").write_text("{}")
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(folder))
     monkeypatch.setenv("FLATOUT_RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setattr(leftovers, "_temporary", list)
+    monkeypatch.setattr(leftovers, "leftover_folders", lambda parent: [])
     return folder
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.script import work_folder
+from flatout.signals import signals_as_exits
 
 SCRIPT = """
 import subprocess, sys, time
@@ -125,3 +125,11 @@ def test_ignored_signals_stay_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_that_was_not_pythons_ends_as_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[object] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: installed.append(handler))
+    with signals_as_exits():
+        installed.clear()
+    assert set(installed) == {signal.SIG_DFL}

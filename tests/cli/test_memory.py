@@ -262,7 +262,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: int, said: bytes
             time.sleep(0.02)
         while "config.json" not in (command := Path(f"/proc/{child[0]}/cmdline").read_text().rstrip("\0")):
             time.sleep(0.02)  # between fork and exec
-        folder = Path(command.split("\0")[-1]).parent
+        folder = Path(next(word for word in command.split("\0") if word.endswith("config.json"))).parent
         os.killpg(process.pid, number)
         stdout, stderr = process.communicate(timeout=200)
     finally:

@@ -154,3 +154,12 @@ def test_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str])
     with torch.no_grad():
         right = model(torch.tensor([[8, 9, 10, 11]])).logits[0]
     assert lines[2]["output"] == pytest.approx(right.tolist(), abs=1e-4)
+
+
+def test_what_code_in_c_prints_is_not_in_the_document(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "in.jsonl").write_text("[1, 2, 3]\n")
+    (folder / "loud.py").write_text(f"{NET}\nimport os\nos.write(1, b'from C')\n")
+    assert main(["predict", "loud.py:bert", "in.jsonl", "--out", "out", "--keep", "hidden", "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["figures"]["items"] == 1
+    assert "from C" in said.err

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.cli import progress_line
+from flatout.cli import streams
 
 
 def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = itertools.count(0.0, 25.0)
-    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with progress_line.progress_line() as progress:
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with streams.progress_line() as progress:
         for number in range(1, 8):
             progress(f"trying lever {number}")
     said = capsys.readouterr().err.splitlines()
@@ -23,12 +23,12 @@ def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.parametrize("stream", [None, "closed"])
 def test_a_stream_that_nobody_reads_stops_nothing(monkeypatch: pytest.MonkeyPatch, stream: str | None) -> None:
-    monkeypatch.setattr(progress_line, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "LOG_SECONDS", 0.0)
     if stream is None:
         monkeypatch.setattr(sys, "stderr", None)
     else:
         closed = open("/dev/null", "w")  # noqa: SIM115
         closed.close()
         monkeypatch.setattr(sys, "stderr", closed)
-    with progress_line.progress_line() as progress:
+    with streams.progress_line() as progress:
         progress("trying a lever")

@@ -28,6 +28,7 @@ from flatout.cli import run as run_verb
 from flatout.errors import UsageError
 from flatout.plan import Plan
 from flatout.script.entry import Target
+from flatout.script.process_record import Place
 from flatout.serve.run_folder import all_runs
 from tests.processes import Python
 
@@ -408,9 +409,9 @@ def test_a_report_of_an_earlier_run_is_called_older(
 
 
 def test_a_training_loop_does_not_wait_for_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.script.rank_folder.last_records", lambda *_: pytest.fail("it waited"))
+    monkeypatch.setattr("flatout.script.record_file.last_records", lambda *_: pytest.fail("it waited"))
     watched = run_verb.Run(Target(path="train.py"), {}, tmp_path / "run.json", None)
-    watched._ranks_folder = tmp_path
+    watched._among = tmp_path, Place(rank=0, ranks=2)
     watched._write_early()
     assert document(tmp_path, "run.json")["script"]["status"] is None
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli import stdin_copy as module
-from flatout.cli.stdin_copy import WAITING, stdin_copy
+from flatout.cli import streams
+from flatout.cli.streams import WAITING, stdin_copy
 
 
 def test_an_input_that_does_not_end_is_told_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read, write = os.pipe()
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "PATIENCE_SECONDS", 0.0)
     with os.fdopen(read) as given:
         monkeypatch.setattr("sys.stdin", given)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -116,3 +117,22 @@ def test_what_cannot_be_used(place: Path, capsys: pytest.CaptureFixture[str], wo
     assert main(["tune-inference", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (place / "flatout-inference.toml").exists()
+
+
+def test_a_folder_that_takes_no_file_is_named_before_anything_is_measured(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert main(["tune-inference", "served.py:net", "x.npy"]) == 2
+    assert f"{place} takes no file; results are written to a file; name another with --out" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_saved_is_printed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "gone").mkdir()
+    (place / "served.py").write_text(f"{MODELS}\nimport os\nos.rmdir('gone')\n")
+    words = ["--exactness", "bit-identical", "--out", "gone/plan.toml"]
+    assert main(["tune-inference", "served.py:net", "x.npy", *words]) == 2
+    said = capsys.readouterr().err
+    assert "the plan could not be saved; here it is:\n\n#" in said
+    assert "\n[plan]\n" in said
+    assert "cannot write the plan gone" in said

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 import flatout
-from flatout.data.fetch import batched_fetch, same_bits, strategy
+from flatout.data.fetch import batched_fetch, obstacle_to_batching, same_bits
 from tests.data.kept_data_sets import DATA_SETS, LEFT_ALONE, Counting, Labelled, Shared
 
 PACKAGE = Path(flatout.__file__).parent
@@ -52,7 +52,7 @@ def epochs_of(dataset: Any, count: int = 2) -> list[Any]:
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_batches_are_the_loaders_own(name: str) -> None:
     dataset, told = DATA_SETS[name](), list[str]()
-    assert strategy(dataset, default_collate) == strategy(tensors(), default_collate)
+    assert obstacle_to_batching(dataset, default_collate) == ""
     plain = epochs_of(dataset)
     with batched_fetch(on_mismatch=told.append):
         assert same_bits(epochs_of(dataset), plain)
@@ -79,9 +79,9 @@ def test_no_sample_is_fetched_alone_after_the_first_batches(name: str, monkeypat
 def test_left_alone_without_a_call_of_it(name: str) -> None:
     make, why = LEFT_ALONE[name]
     dataset = make()
-    found = strategy(dataset, default_collate)
-    assert found.kind == ""
-    assert why in found.obstacle
+    obstacle = obstacle_to_batching(dataset, default_collate)
+    assert obstacle
+    assert why in obstacle
     if isinstance(dataset, Counting):
         assert dataset.calls == 0
 
@@ -132,7 +132,7 @@ def test_streams_lists_and_own_collate_functions_are_not_for_it() -> None:
         (Stream(), default_collate, "stream"),
         ([1, 2, 3], default_collate, "stream"),
     ):
-        assert why in strategy(dataset, collate).obstacle
+        assert why in obstacle_to_batching(dataset, collate)
         with batched_fetch():
             list(DataLoader(dataset, batch_size=2, collate_fn=collate))  # type: ignore[arg-type]
 
@@ -388,9 +388,9 @@ def test_images_through_known_transforms(transforms: Any, coloured: bool) -> Non
         return [*found, *epochs_of(data)]
 
     plain = run()
-    assert strategy(data, default_collate).obstacle == "its samples go through function"
+    assert obstacle_to_batching(data, default_collate) == "its samples go through function"
     chain.transforms.pop()
-    assert strategy(data, default_collate).kind == "batched"
+    assert obstacle_to_batching(data, default_collate) == ""
     with batched_fetch(on_mismatch=told.append):
         assert same_bits(run(), plain)
     assert told == []
@@ -404,7 +404,7 @@ def test_transforms_with_hooks_or_of_another_class_are_called(transforms: Any) -
     for last in (normalize, own):
         chain = transforms.Compose([transforms.ToTensor(), last])
         data = Pictures(torch.zeros(4, 6, 5, dtype=torch.uint8), chain)
-        assert strategy(data, default_collate).kind == ""
+        assert obstacle_to_batching(data, default_collate)
     assert seen == []
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from flatout.errors import UsageError
 from flatout.infer.model_source import load_model
+from flatout.infer.tokenizer_source import load_tokenizer
 
 SOURCE = """
 from dataclasses import dataclass
@@ -131,3 +132,20 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(UsageError, match=r"reading .* failed"):
         load_model(str(tmp_path))
+
+
+def test_a_tokenizer_is_made_like_a_model(folder: Path) -> None:
+    (folder / "some_words.py").write_text(
+        "class Words:\n"
+        "    def encode(self, text):\n        return [len(word) for word in text.split()]\n"
+        "    def decode(self, ids):\n        return ' '.join('x' * one for one in ids)\n"
+        "def made():\n    return Words()\n"
+        "def sized(size):\n    return Words()\n"
+        "def broken():\n    raise OSError('no words here')\n"
+    )
+    for name in ("Words", "made"):
+        assert load_tokenizer(f"some_words.py:{name}").encode("a bb") == [1, 2]
+    with pytest.raises(UsageError, match=r"sized needs size; it is called without arguments; .* def tokenizer"):
+        load_tokenizer("some_words.py:sized")
+    with pytest.raises(UsageError, match=r"calling some_words.py:broken failed at .*line 11.*no words here"):
+        load_tokenizer("some_words.py:broken")

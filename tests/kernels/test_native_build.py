@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def test_a_truncated_or_empty_library_is_built_again(left: int, load: Any, tmp_p
     assert left < len(whole)
     kept(tmp_path).unlink()  # a file of its own: this process has the first one mapped
     broken = next((tmp_path / "cache" / "native").iterdir())
-    library = broken.with_name(f"{broken.name}-{broken.read_text()[:16]}.so")
+    library = broken.with_name(f"{broken.name}-{json.loads(broken.read_text())['checksum'][:16]}.so")
     library.write_bytes(whole[:left])
     library.chmod(0o500)
     found = load()

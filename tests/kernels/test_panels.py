@@ -14,15 +14,11 @@ from torch import Tensor
 from flatout.errors import MachineError, UsageError
 from flatout.kernels import native as native_module
 from flatout.kernels.native import Native, native
-from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, pack, product
-from flatout.precision.quantize import (
-    dequantize_groups_int4,
-    dequantize_rows_int8,
-    quantize_groups_int4,
-    quantize_rows_int8,
-)
-from tests.kernels.unpacking import unpacked
+from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, pack
+from flatout.precision.quantize import quantize_groups_int4, quantize_rows_int8
+from tests.kernels.unpacking import product, unpacked
 from tests.odd_defaults import odd_defaults
+from tests.precision.dequantized import dequantize_groups_int4, dequantize_rows_int8
 
 FORMS = [FLOAT, BFLOAT16, INT8, INT4]
 

@@ -1,4 +1,4 @@
-"""The Triton kernel against torch's operations: in Triton's interpreter, or on the GPU where there is one."""
+"""The Triton kernels against torch's operations: in Triton's interpreter, or on the GPU where there is one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "BLOCK", 16)
     monkeypatch.setattr(kernel, "COLUMNS", 8)
     if INTERPRETED:
-        monkeypatch.setattr(module, "_in_one_launch", lambda hidden: hidden.dtype != torch.float64)
+        monkeypatch.setattr(module, "_by_triton", lambda hidden: hidden.dtype != torch.float64)
 
 
 def made(rows: int, classes: int, dtype: torch.dtype, ignored: float) -> list[torch.Tensor]:

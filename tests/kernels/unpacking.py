@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from flatout.kernels.panels import BFLOAT16, FLOAT, INT8, PANEL_ROWS, Panels
+from flatout.kernels.native import library_or_error
+from flatout.kernels.panels import BFLOAT16, FLOAT, INT8, PANEL_ROWS, Panels, pointer
 
 
 def unpacked(panels: Panels) -> Tensor:
@@ -35,3 +38,14 @@ def _matrix(panels: Panels) -> Tensor:
         return lain.transpose(1, 2).reshape(-1, columns).float()
     lain = panels.data.view(-1, columns // 8, PANEL_ROWS, 4).transpose(1, 2)
     return torch.stack((lain & 15, lain >> 4), dim=3).reshape(-1, columns).float()
+
+
+def product(panels: Panels, x: Tensor, threads: int | None = None) -> Tensor:
+    """fp32 [n, inputs] -> fp32 [n, rows]: x @ weight.T + bias, by the native kernel alone."""
+    x = x.detach().float().contiguous()
+    y = torch.empty(x.shape[0], panels.rows, dtype=torch.float32, device="cpu")
+    at, whole = ctypes.c_void_p, ctypes.c_int64
+    sizes = whole(x.shape[0]), whole(panels.inputs)
+    count = whole(threads or torch.get_num_threads())
+    library_or_error().flatout_product(ctypes.byref(panels.struct()), at(pointer(x)), *sizes, at(pointer(y)), count)
+    return y

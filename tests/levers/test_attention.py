@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from flatout.levers.attention import FusedAttention, attention_by_hand
 from flatout.levers.attention_graph import attend, fuse_attention
+from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.subject import Subject
 
 # torch's tracer asks for it and hides the warning from a reader, though not from a filter that makes it an error.
@@ -376,12 +378,11 @@ def test_a_mask_that_makes_the_scores_larger(shape: tuple[int, ...], step: str) 
 
 
 def test_no_gradient_of_a_gradient() -> None:
-    by_hand = SimpleNamespace(compiled=False, attention_by_hand=True)
-    observed: Any = SimpleNamespace(compiled_in_script=False, modules=(by_hand,), differentiates_twice="")
+    observed = Observed(modules=(ModuleSeen(kind="Net", parameters=1, attention_by_hand="Block"),))
     machine: Any = None
     assert FusedAttention().applies(machine, observed).values == ("fused",)
-    observed.differentiates_twice = "train.py mentions create_graph"
-    assert "create_graph" in FusedAttention().applies(machine, observed).reason
+    twice = dataclasses.replace(observed, differentiates_twice="train.py mentions create_graph")
+    assert "create_graph" in FusedAttention().applies(machine, twice).reason
 
 
 def test_masks_and_biases_add_up() -> None:

@@ -206,6 +206,22 @@ def test_threads_that_the_plan_adds_flush_no_denormals_afterwards() -> None:
     assert ((torch.full((1 << 18,), 1e-40) * 0.5) != 0).all()
 
 
+def test_settings_of_steps_that_overlap_end_with_the_last_of_them() -> None:
+    torch.set_num_threads(2)
+    first, second = (
+        TrainStep(model, torch.optim.SGD(model.parameters()), lambda model, x: model(x).sum(), plan)
+        for plan in (Plan(threads=1, flush_denormals=True), Plan(threads=3, flush_denormals=True))
+        for model in (torch.nn.Linear(2, 2),)
+    )
+    first.close()
+    assert torch.get_num_threads() == 3
+    assert flushed_everywhere()
+    second.close()
+    assert torch.get_num_threads() == 2
+    assert not flushed_here()
+    assert ((torch.full((1 << 18,), 1e-40) * 0.5) != 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_denormals_that_the_script_flushes_stay_so(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()

@@ -19,7 +19,7 @@ from flatout.levers.low_bit import is_in_codes
 from flatout.levers.observed import Observed
 from flatout.levers.optimizer_state import LowBitState
 from flatout.script.describe import observe
-from flatout.script.step_memory import StepMemory
+from flatout.script.step_memory import follow_memory
 from flatout.script.watch import Watch
 from tests.levers.test_catalogue import CPU, SEEN
 
@@ -195,10 +195,9 @@ def test_an_optimizer_goes_with_its_script(watch: Watch) -> None:
 def test_it_saves_memory(watch: Watch) -> None:
     def held(loop: Loop) -> int:
         loop.steps(1)
-        followed = StepMemory(watch.subject)
-        followed.begin("cpu")
+        finish = follow_memory(watch.subject, "cpu")
         loop.steps(1)
-        sample = followed.end(1)
+        sample = finish(1)
         assert sample is not None
         return sample.held_bytes
 

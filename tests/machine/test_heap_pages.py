@@ -88,6 +88,12 @@ def test_the_systems_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, te
     assert heap_pages._huge_page_bytes() == 524288
 
 
+def test_a_mapped_file_whose_name_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap_pages, "MAPS", tmp_path / "maps")
+    (tmp_path / "maps").write_bytes(b"5600-5610 rw-p 0 00:00 0 /opt/\xe9\n7f00-7f10 rw-p 0 00:00 0 [heap]\n")
+    assert heap_pages._heap_begin() == 0x7F00
+
+
 def test_no_heap_and_no_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap_pages, "given_on_request", lambda: True)
     monkeypatch.setattr(heap_pages, "MAPS", tmp_path / "maps")

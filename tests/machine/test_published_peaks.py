@@ -70,7 +70,7 @@ def test_the_power_of_the_board() -> None:
 
 def test_every_document_is_used_and_what_no_copy_confirms_is_known() -> None:
     used = {document.title for entry in catalogue() for document in entry.sources.values()}
-    assert {fields["document"] for fields in module._read("gpu_documents.toml").values()} == used
+    assert {fields["title"] for fields in module._read("gpu_documents.toml").values()} == used
     unverified = {(entry.key, figure) for entry in catalogue() for figure, d in entry.sources.items() if not d.verified}
     assert unverified == {("rtx-3070", "bf16"), ("rtx-3070", "fp16")}
 

@@ -20,7 +20,6 @@ from flatout.machine.sensors import (
     NO_SENSOR,
     CpuSensors,
     Reading,
-    ReplayedSensors,
     Sensors,
     busy_share_between,
     power_between,
@@ -29,6 +28,19 @@ from tests.live_states import cpu_reading, gpu_reading, reading
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "sensors.json"
 CORE = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+
+class ReplayedSensors:
+    """Readings from a file, a JSON list of them, in their order; the last one stays."""
+
+    def __init__(self, path: Path) -> None:
+        self._readings = [Reading.from_json(one) for one in json.loads(path.read_text(encoding="utf-8"))]
+
+    def read(self, *, processes: bool = False) -> Reading:
+        return self._readings.pop(0) if len(self._readings) > 1 else self._readings[0]
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 @pytest.fixture

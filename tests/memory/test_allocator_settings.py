@@ -9,7 +9,7 @@ from flatout.memory.allocator_settings import MIB, AllocatorSettings
 def test_an_empty_text_gives_torchs_defaults() -> None:
     settings = AllocatorSettings.from_text("")
     assert settings == AllocatorSettings()
-    assert (settings.large_segment_bytes, settings.max_split_bytes, settings.memory_fraction) == (20 * MIB, None, 1)
+    assert (settings.large_segment_bytes, settings.max_split_bytes) == (20 * MIB, None)
 
 
 def test_every_key_that_moves_memory_is_read() -> None:
@@ -22,8 +22,6 @@ def test_every_key_that_moves_memory_is_read() -> None:
         large_segment_bytes=32 * MIB,
         max_split_bytes=128 * MIB,
         max_non_split_rounding_bytes=64 * MIB,
-        garbage_collection_threshold=0.8,
-        memory_fraction=0.9,
         roundup_power2_divisions=(4,) * 16,
     )
 
@@ -107,8 +105,3 @@ def test_what_torch_refuses_is_refused_with_the_value_and_the_limit(text: str, s
     with pytest.raises(UsageError) as refusal:
         AllocatorSettings.from_text(text)
     assert says in str(refusal.value)
-
-
-def test_a_wrong_number_of_intervals_is_refused() -> None:
-    with pytest.raises(UsageError, match="3 numbers of divisions; there are 16 intervals"):
-        AllocatorSettings(roundup_power2_divisions=(1, 2, 4))

@@ -110,6 +110,12 @@ def batch_norm_backward() -> tuple[Any, Any]:
     return aten.native_batch_norm_backward.default, (x, x, scale, *moments, True, 1e-5, [True] * 3)
 
 
+def volume(samples: int, *, kernel: int = 3) -> tuple[Any, Any]:
+    """What torch leaves to its own kernel, on one thread."""
+    x, weight = torch.randn(samples, 16, 12, 12, 12), torch.randn(24, 16, *[kernel] * 3)
+    return aten.convolution.default, (x, weight, None, [1] * 3, [kernel // 2] * 3, [1] * 3, False, [0] * 3, 1)
+
+
 KERNELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "softmax of a transposed": lambda: (aten._log_softmax.default, (torch.randn(5000, 64).t(), 1, False)),
     "mse": lambda: (aten.mse_loss.default, (torch.randn(64, 500), torch.randn(64, 500))),
@@ -127,6 +133,24 @@ KERNELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "sum over inner": lambda: (aten.sum.dim_IntList, (torch.randn(8, 20, 900, dtype=BF16), [1, 2])),
     "batch norm": batch_norm_backward,
     "upsampling": lambda: (aten.upsample_bilinear2d.default, (torch.randn(4, 16, 24, 24), [48, 48], False)),
+    "gather in bf16": lambda: (
+        aten.gather.default,
+        (torch.randn(64, 500, dtype=BF16), 1, torch.randint(500, (64, 90))),
+    ),
+    "scatter in bf16": lambda: (
+        aten.scatter.src,
+        (torch.zeros(64, 500, dtype=BF16), 1, torch.randint(500, (64, 90)), torch.randn(64, 90, dtype=BF16)),
+    ),
+    "scattered sum in bf16": lambda: (
+        aten.scatter_add.default,
+        (torch.zeros(64, 500, dtype=BF16), 1, torch.randint(500, (64, 90)), torch.randn(64, 90, dtype=BF16)),
+    ),
+    "product of batches in no order in bf16": lambda: (
+        aten.bmm.default,
+        (torch.randn(100, 16, 128, dtype=BF16).permute(1, 0, 2), torch.randn(16, 128, 100, dtype=BF16)),
+    ),
+    "convolution of one volume": lambda: volume(1),
+    "convolution of two volumes by one number": lambda: volume(2, kernel=1),
     "embedding": lambda: (
         aten.embedding_dense_backward.default,
         (torch.randn(60, 9000).t(), torch.randint(90, (9000,)), 90, -1, False),

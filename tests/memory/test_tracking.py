@@ -10,6 +10,7 @@ from torch import nn
 from flatout.memory.fake_run import FakeRun, ValuesForOptimizers
 from flatout.memory.tracking import Tracker
 from flatout.memory.workspace import Workspace
+from flatout.torch_private.tensors import stored_parts
 from tests.allocator_record import allocator_recorded, window
 
 
@@ -162,3 +163,32 @@ def test_a_term_that_something_else_holds_is_not_summed_up_in_place() -> None:
         run()
     assert len(kept) == 2
     assert tracker.peak_bytes - held == pytest.approx(peak_in_window(), abs=100)
+
+
+@pytest.mark.parametrize("picked", [lambda x: x.sort(-1).values, lambda x: x.topk(60, -1).values], ids=["sort", "topk"])
+def test_what_is_scattered_into_zeros_in_the_backward_pass_is_counted_once(picked: Any) -> None:
+    """Without a dispatch mode torch scatters in place."""
+
+    def run() -> None:
+        picked(values * 2).sum().backward()
+
+    values = torch.randn(64, 500, requires_grad=True)
+    run()
+    with allocator_recorded() as peak_in_window, window():
+        run()
+    with Tracker() as tracker:
+        tracker.hold([values, values.grad], "weights")
+        held = tracker.held_bytes
+        run()
+    assert tracker.peak_bytes - held == pytest.approx(peak_in_window(), rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
+def test_all_parts_of_a_sparse_tensor_are_held(layout: torch.layout) -> None:
+    size = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
+    matrix = torch.eye(8).to_sparse(layout=layout, **size)
+    with Tracker() as tracker:
+        tracker.hold([matrix], "weights")
+        parts = stored_parts(matrix)
+        assert tracker.held_bytes == sum(one.untyped_storage().nbytes() for one in parts) > 0

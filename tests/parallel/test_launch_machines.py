@@ -21,7 +21,6 @@ from flatout.parallel.launch_request import Launch
 from flatout.parallel.launching import addresses, machines, messages
 from flatout.parallel.launching.facts import Facts, first_difference
 from flatout.parallel.launching.failure import RankEnd
-from flatout.parallel.launching.gate import Gate
 from flatout.parallel.launching.launch import launch
 from flatout.parallel.launching.leader import Leader
 from flatout.parallel.launching.messages import Beats, Connection, Disconnected, Ended, Hello, RankBeat
@@ -203,7 +202,7 @@ def test_machines_that_differ(changes: dict[str, object], text: str, is_usage: b
     found = first_difference([(0, FACTS), (1, other)])
     assert found is not None
     assert found.what.startswith(text)
-    assert found.is_usage is is_usage
+    assert isinstance(found, UsageError) is is_usage
     assert first_difference([(0, FACTS), (1, replace(FACTS, host="b"))]) is None
 
 
@@ -291,7 +290,7 @@ def test_whoever_says_something_else_is_cut_off(said: bytes) -> None:
 
 
 def test_the_gate_lets_in_only_who_says_hello() -> None:
-    gate = Gate(addresses.listening("127.0.0.1", 0))
+    gate = machines.Gate(addresses.listening("127.0.0.1", 0))
     where = gate._listener.getsockname()
     other_program, guest = socket.create_connection(where), Connection(socket.create_connection(where))
     other_program.sendall(b"SSH-2.0\r\n")

@@ -459,6 +459,7 @@ def _runs(pid: int) -> bool:
         ({"nnodes": 2, "min_nnodes": 3, "rendezvous": ("a", 1)}, "min_nnodes is 3; it is from 1 to 2"),
         ({"nnodes": 2, "rendezvous": ("a", 70_000)}, "the rendezvous is 'a', port 70000"),
         ({"node_rank": 1}, "node_rank is 1"),
+        ({"node_rank": "0"}, "node_rank is '0'; machines are numbered from 0 to 0"),
         ({"hang_seconds": float("nan")}, "hang_seconds is nan"),
         ({"hang_seconds": "3"}, "hang_seconds is '3'"),
         ({"nproc_per_node": "2"}, "nproc_per_node is '2'"),

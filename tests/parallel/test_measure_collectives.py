@@ -19,6 +19,7 @@ from tests.train.conftest import RunRanks
 
 MEASURE = """
 import json, warnings
+from dataclasses import asdict
 from pathlib import Path
 from flatout.machine.ranks import Ranks
 from flatout.parallel.measure_collectives import measure
@@ -26,7 +27,7 @@ warnings.simplefilter("error")
 seconds, largest, out = float(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
 here = Ranks(rank=rank, count=ranks, local_rank=rank, device=torch.device("cpu"))
 found = measure(here, seconds=seconds, sizes=[1000, 4096, largest])
-Path(f"{out}.{rank}").write_text(json.dumps(found.to_json()))
+Path(f"{out}.{rank}").write_text(json.dumps(asdict(found)))
 leave()
 """
 

@@ -137,12 +137,90 @@ def test_what_is_no_chain_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
 
 
 def test_blocks_are_shared_by_time_and_then_by_size() -> None:
-    nothing = (0.0, 0)
-    assert split_evenly([1.0] * 5, [1] * 5, before=nothing, after=nothing, stages=5) == [0, 1, 2, 3, 4, 5]
-    assert split_evenly([3.0, 1.0, 1.0, 1.0], [1] * 4, before=nothing, after=nothing, stages=2) == [0, 1, 4]
-    assert split_evenly([1.0] * 6, [1] * 6, before=nothing, after=(2.0, 0), stages=2) == [0, 4, 6]
+    assert split_evenly([1.0] * 5, [1] * 5, before=0.0, after=0.0, stages=5) == [0, 1, 2, 3, 4, 5]
+    assert split_evenly([3.0, 1.0, 1.0, 1.0], [1] * 4, before=0.0, after=0.0, stages=2) == [0, 1, 4]
+    assert split_evenly([1.0] * 6, [1] * 6, before=0.0, after=2.0, stages=2) == [0, 4, 6]
     # one more block on either stage takes as long: it goes where less is held
-    assert split_evenly([1.0] * 3, [1] * 3, before=(0.0, 5), after=nothing, stages=2) == [0, 1, 3]
-    assert split_evenly([1.0] * 3, [1] * 3, before=nothing, after=(0.0, 5), stages=2) == [0, 2, 3]
+    assert split_evenly([1.0] * 3, [6, 1, 1], before=0.0, after=0.0, stages=2) == [0, 1, 3]
+    assert split_evenly([1.0] * 3, [1, 1, 6], before=0.0, after=0.0, stages=2) == [0, 2, 3]
     with pytest.raises(UsageError, match="has 2 repeated blocks, and there are 3 ranks"):
-        split_evenly([1.0] * 2, [1] * 2, before=nothing, after=nothing, stages=3)
+        split_evenly([1.0] * 2, [1] * 2, before=0.0, after=0.0, stages=3)
+
+
+BUFFERS = (
+    MODELS
+    + """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        with torch.inference_mode():
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("scale", torch.ones(1).expand(6))
+    def forward(self, x):
+        with torch.inference_mode():
+            self.calls += 1
+        return x + torch.tanh(self.layer(x)) * self.scale.clone()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        with torch.inference_mode():
+            self.register_buffer("steps", torch.zeros(()))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+class Counts(Model):
+    def forward(self, x):
+        with torch.inference_mode():
+            self.steps += 1
+        return super().forward(x)
+def step_of(model):
+    plan = Plan(parallel="pipeline", micro_batches=2)
+    return TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, x: model(x).square().mean(), plan)
+model = Model()
+step = step_of(model)
+for _ in range(3):
+    step(torch.randn(4, 6, generator=numbers))
+print(*(float(one.calls) for one in model.blocks))
+try:
+    step_of(Counts())(torch.randn(4, 6))
+except UsageError as error:
+    print(error)
+leave()
+"""
+)
+
+
+def test_measuring_leaves_no_trace_in_buffers_of_inference_mode(run_ranks: RunRanks) -> None:
+    ended = run_ranks(BUFFERS, 2)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    for rank, (_, found, _) in enumerate(ended):
+        calls, refused = found.splitlines()
+        assert float(calls.split()[rank]) == 6.0  # two parts in each of three steps
+        assert "a forward pass changes steps, which is outside of the repeated blocks" in refused
+
+
+TOUCHING = (
+    MODELS
+    + """
+class Touching(torch.optim.AdamW):  # makes an entry for each parameter, also for those without a gradient
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            self.state[one]
+        return super().step(closure)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+optimizer = Touching(model.parameters(), 0.1)
+plan = Plan(parallel="pipeline", micro_batches=2)
+TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), plan)(torch.ones(4, 4))
+print({len(entry) for entry in optimizer.state_dict()["state"].values()})
+leave()
+"""
+)
+
+
+def test_empty_entries_of_an_optimizer_hide_no_state_of_another_rank(run_ranks: RunRanks) -> None:
+    for code, said, errors in run_ranks(TOUCHING, 2):
+        assert (code, said) == (0, "{3}\n"), errors

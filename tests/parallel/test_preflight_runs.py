@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ class Launched:
         self.requests.append(request)
         tell(Killing())
         if self.written is not None:
-            Path(request.command[4]).write_text(json.dumps(self.written.to_json()))
+            Path(request.command[4]).write_text(json.dumps(asdict(self.written)))
         return self.status
 
 

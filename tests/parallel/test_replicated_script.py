@@ -24,12 +24,11 @@ from flatout.script.child_command import child_command
 from flatout.script.replicas import agreement, starting
 from flatout.script.replicas.agreement import Row, bits
 from flatout.script.replicas.losses import complaint, terms_of
-from flatout.script.replicas.refusal import refusal_of
-from flatout.script.replicas.settings import Facts, Recording, Settings
-from flatout.script.replicas.shares import NotABatch, Share, digest_with, share_of
-from flatout.script.replicas.streams import RandomStreams, common_states, digest
+from flatout.script.replicas.settings import Facts, Recording, Settings, refusal_of
+from flatout.script.replicas.streams import RandomStreams, digest, host_states
+from flatout.script.replicas.training_data import NotABatch, Share, digest_with, share_of
 from flatout.tuning.devices_proof import DevicesProof
-from flatout.tuning.levels import LevelDifference
+from flatout.tuning.numerics import LevelDifference
 from tests.processes import Python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs namespaces of Linux")
@@ -381,10 +380,10 @@ def test_a_rank_draws_its_own_numbers_in_its_model_and_the_common_ones_elsewhere
 
 def test_a_model_without_dropout_draws_nothing() -> None:
     streams = RandomStreams(1)
-    before = digest(common_states())
+    before = digest(host_states())
     with streams.own(python=True):
         torch.nn.Linear(2, 2).weight.sum()  # initial weights are drawn
-    assert digest(common_states()) == before
+    assert digest(host_states()) == before
     assert streams.drew
     quiet = RandomStreams(1)
     with quiet.own():

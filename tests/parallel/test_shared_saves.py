@@ -144,7 +144,8 @@ class Ranks:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store, self._here = torch.distributed.HashStore(), 0
         monkeypatch.setattr(shared_saves, "POLL_SECONDS", 0.002)
-        monkeypatch.setattr(shared_saves, "rank_and_ranks", lambda: (self._here, 3))
+        monkeypatch.setattr(shared_saves, "joined_rank", lambda: self._here)
+        monkeypatch.setattr(shared_saves, "joined_ranks", lambda: 3)
         monkeypatch.setattr(shared_saves, "default_store", lambda: store)
         self._checkpoints = [Checkpoints(folder, asynchronous=True, rank=rank) for rank in range(3)]
 
@@ -185,7 +186,8 @@ def test_after_a_failure_the_ranks_save_the_same_step_again(tmp_path: Path, monk
 
 def test_ranks_that_save_different_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, store = [0], torch.distributed.HashStore()
-    monkeypatch.setattr(shared_saves, "rank_and_ranks", lambda: (here[0], 2))
+    monkeypatch.setattr(shared_saves, "joined_rank", lambda: here[0])
+    monkeypatch.setattr(shared_saves, "joined_ranks", lambda: 2)
     monkeypatch.setattr(shared_saves, "default_store", lambda: store)
     first, here[0] = SharedSave(), 1
     other = SharedSave()

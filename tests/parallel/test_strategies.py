@@ -377,3 +377,30 @@ def test_a_group_that_is_added_changes_no_owner(run_ranks: RunRanks) -> None:
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert [said.split("] ")[0] for _, said, _ in ended] == ["[4", "[4"]
     assert sum(int(said.split("] ")[1]) for _, said, _ in ended) == 6
+
+
+UNEVEN = """
+from flatout import Plan, TrainStep, evaluate
+from flatout.errors import UsageError
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), Plan(parallel="fsdp"))
+print(sorted(evaluate(step, [torch.ones(2, 4)] * 2)))
+for batches in (2 + rank, 1 - rank):
+    try:
+        evaluate(step, [torch.ones(2, 4)] * batches)
+    except UsageError as error:
+        print(error)
+leave()
+"""
+
+
+def test_an_evaluation_of_different_lengths_is_refused_where_every_rank_takes_part(run_ranks: RunRanks) -> None:
+    """It would wait for ever: each call of the model gathers its parameters."""
+    for code, said, errors in run_ranks(UNEVEN, 2):
+        assert (code, errors) == (0, "")
+        figures, after, at_once = said.splitlines()
+        assert figures == "['loss']"
+        assert after.startswith("some ranks have no batch after 2, and others have one")
+        assert at_once.startswith("some ranks have no batch after 0, and others have one")

@@ -352,3 +352,24 @@ def test_the_loss_of_scores_that_no_rank_has_whole(run_ranks: RunRanks, tmp_path
             torch.testing.assert_close(here[name][0], loss, msg=lambda text, name=name: f"{name}: {text}")
             for one, other in zip(here[name][1], grads, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+FEW_TOKENS = (
+    MODELS
+    + """
+torch.manual_seed(0)
+model = models.GPT2(models.GPT2Config(vocab_size=4, vocab_multiple=1, max_tokens=8, width=12, heads=3, layers=1,
+    dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0))
+plan = Plan(parallel="tensor") if ranks > 1 else Plan()
+step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), Loss("gpt2"), plan)
+print([round(float(step((x % 4, (x + 1) % 4))), 4) for _ in range(3)])
+leave()
+"""
+)
+
+
+def test_a_table_with_no_row_for_the_last_rank_stays_whole(run_ranks: RunRanks) -> None:
+    """Four rows for three ranks: two each, and none for the last one."""
+    (alone,) = run_ranks(FEW_TOKENS, 1)
+    assert alone[0] == 0, alone
+    assert run_ranks(FEW_TOKENS, 3) == [alone] * 3

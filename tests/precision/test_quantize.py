@@ -8,12 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.errors import UsageError
-from flatout.precision.quantize import (
-    dequantize_groups_int4,
-    dequantize_rows_int8,
-    quantize_groups_int4,
-    quantize_rows_int8,
-)
+from flatout.precision.quantize import quantize_groups_int4, quantize_rows_int8
+from tests.precision.dequantized import dequantize_groups_int4, dequantize_rows_int8
 
 
 @settings(max_examples=30, deadline=None)

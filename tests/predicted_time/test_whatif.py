@@ -22,8 +22,8 @@ from flatout.errors import UsageError
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig
 from flatout.precision.matmul import matmul_precision
 from flatout.predicted_time import predicting, replayed
-from flatout.predicted_time.fake_steps import fake_step, followed
 from flatout.predicted_time.predicting import USUAL_DEVICES
+from flatout.predicted_time.replayed import fake_step, followed
 from flatout.profiling import following
 from flatout.profiling.following import FollowedOperator, OperatorFollower, Origin
 from flatout.profiling.step_operators import Operator, StepOperators, as_one, marked

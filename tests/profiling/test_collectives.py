@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import distributed
 
-from flatout.profiling.collectives import communication, length, overlap, union
+from flatout.profiling.collectives import communication, covered
 from flatout.profiling.recorded_events import Event, Kernel, Recording
 from flatout.profiling.window import ProfilerWindow
 
 
-def test_intervals() -> None:
-    assert union([]) == []
-    assert union([(5.0, 6.0), (0.0, 1.0), (1.0, 2.0)]) == [(0.0, 2.0), (5.0, 6.0)]
-    assert overlap([(0.0, 10.0)], [(1.0, 2.0), (3.0, 4.0), (9.0, 12.0)]) == [(1.0, 2.0), (3.0, 4.0), (9.0, 10.0)]
-    assert overlap([(0.0, 1.0)], [(1.0, 2.0)]) == []
-    assert length([(0.0, 2.0), (5.0, 6.5)]) == 3.5
+def test_time_is_covered_once() -> None:
+    assert covered([]) == 0.0
+    assert covered([(5.0, 6.5), (0.0, 1.0), (1.0, 2.0), (0.5, 1.5)]) == 3.5
+    assert covered([(0.0, 10.0), (1.0, 2.0), (9.0, 12.0)]) == 12.0
 
 
 def test_on_the_host_what_is_not_waited_for_is_overlapped() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from flatout.errors import MachinesDiffer, UsageError
 from flatout.private_details import arguments_digest
-from flatout.report.compare import compare_documents, compare_sides, comparison_text
-from flatout.report.document import document
+from flatout.report.compare import DocumentComparison, compare_sides, comparison_text
+from flatout.report.document import Document, document
 from flatout.timing import measurement
 
 MACHINE = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
@@ -21,6 +21,10 @@ def run_document(
     samples = [seconds * rng.lognormvariate(0, 0.02) for _ in range(40)]
     found = measurement("train.py", samples).to_json()
     return document("run", {"machine": machine or MACHINE, "script": {"name": script}, "measurement": found})
+
+
+def compare_documents(a: Document, b: Document) -> DocumentComparison:
+    return compare_sides([a], [b])
 
 
 def test_a_gain_is_called_faster() -> None:

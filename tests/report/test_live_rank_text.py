@@ -6,10 +6,16 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from flatout.diagnose.live_ranks import LiveRanks, live_ranks
+from flatout.diagnose.seen_run import LiveRanks, live_ranks
 from flatout.machine.processes import pid_namespace, process_started
-from flatout.report.live_rank_text import rank_lines, rank_rows, ranks_parts
-from flatout.report.live_text import LiveView, live_rows, panel_line, panel_lines
+from flatout.report.live_text import (
+    LiveView,
+    live_rows,
+    panel_lines,
+    rank_lines,
+    rank_rows,
+    ranks_parts,
+)
 from flatout.script.process_record import ProcessRecord, own_seconds
 from tests.live_states import FINDING, run_state
 
@@ -112,7 +118,7 @@ def test_the_panel_and_the_rows_of_a_run_whose_training_is_in_other_processes() 
     assert lines[3].startswith(" ! the model waits")
     assert all(len(line) <= 40 for line in panel_lines(view, 40, 6))
     assert len(panel_lines(view, 120, 3)) == 3
-    assert panel_line(view, 120).startswith(" flatout · 2 ranks")
+    assert panel_lines(view, 120, 1)[0].startswith(" flatout · 2 ranks")
     labels = [label for label, _ in live_rows(view)]
     assert labels[:4] == ["script", "ranks", "rank 0", "rank 1"]
     assert ("step", "waiting for the first step") not in live_rows(view)

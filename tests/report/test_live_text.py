@@ -18,10 +18,9 @@ from flatout.report.live_text import (
     devices_rows,
     fitted,
     live_rows,
-    panel_line,
     panel_lines,
 )
-from flatout.script.epoch_progress import Epoch
+from flatout.script.epochs import Epoch
 from flatout.terminal import printable
 from tests.live_states import FINDING, HOSTILE, gpu_reading, reading, run_state
 
@@ -81,10 +80,10 @@ def test_a_narrow_terminal_gets_whole_parts() -> None:
 
 
 def test_one_line_where_there_is_room_for_one() -> None:
-    line = panel_line(view(findings=(FINDING,)), 200)
+    line = panel_lines(view(findings=(FINDING,)), 200, 1)[0]
     assert line.startswith(" flatout · step 1,234 · 12.5 ms · ")
     assert line.endswith(" · 1 GiB · the model waits for data: 34% of a step")
-    assert panel_line(view(steps=0), 200) == " flatout · waiting for the first step"
+    assert panel_lines(view(steps=0), 200, 1)[0] == " flatout · waiting for the first step"
 
 
 def test_a_step_that_does_not_end_is_said() -> None:

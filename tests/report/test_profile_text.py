@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.machine.description import Machine
 from flatout.profiling.profile import (
     CollectiveRow,
@@ -25,11 +24,10 @@ from flatout.profiling.profile import (
     StepParts,
     WaitRow,
 )
-from flatout.report.profile_text import profile_document, profile_text, script_text, verdict
+from flatout.report.profile_text import ScriptProfile, profile_document, profile_text, script_text, verdict
 from flatout.script.entry import Target
 from flatout.script.process_record import ProcessRecord
-from flatout.script.profile_trial import ProfileWatched
-from flatout.script.rank_profiles import RankProfile
+from flatout.script.profile_trial import ProfileWatched, RankProfile
 
 MACHINE = Machine.from_json(json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text()))
 HOSTILE = "<b>\x1b[31mred\x07"

@@ -12,10 +12,10 @@ import pytest
 from flatout.diagnose.run_summary import RunSummary
 from flatout.machine.description import Machine
 from flatout.plan import Plan
-from flatout.report.compare import compare_documents, comparison_text
+from flatout.report.compare import compare_sides, comparison_text
 from flatout.report.run_text import run_document, run_text
 from flatout.script.process_record import ProcessRecord, own_seconds
-from flatout.script.run_record import RunRecord
+from flatout.script.runner import RunRecord
 from flatout.timing import Load
 
 MACHINE = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
@@ -51,11 +51,11 @@ def test_a_run_beside_others_is_called_contended_by_the_screen_and_by_compare() 
     assert "contended" not in run_text(summary(ALONE), None)
     first, second = run_document(summary(ALONE)), run_document(summary(CROWDED, seconds=0.02))
     assert second["load"] == {"own_cores": 1.0, "others_cores": 1.0, "logical_cores": 2}
-    found = compare_documents(first, second)
+    found = compare_sides([first], [second])
     assert found.comparison.verdict == "not significant"
     assert f"second: {said}" in found.caveats
     assert "others competed for the processor in the second" in comparison_text(found)
-    alone = compare_documents(first, run_document(summary(ALONE, seconds=0.02)))
+    alone = compare_sides([first], [run_document(summary(ALONE, seconds=0.02))])
     assert alone.comparison.verdict == "slower"
 
 

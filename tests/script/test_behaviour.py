@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import json
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,11 +23,11 @@ from flatout.diagnose.facts import Facts
 from flatout.levers.subject import Subject
 from flatout.precision.recurrent import MOST_ERROR, gradient_error
 from flatout.profiling.profile import Profile
-from flatout.script import behaviour, convolution_timing
+from flatout.script import behaviour, layers_alone
 from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
-from flatout.script.convolution_timing import ConvolutionTimer
 from flatout.script.gradient_watch import GradientWatch
+from flatout.script.layers_alone import ConvolutionTimer
 from flatout.script.loss_graph import end_of_graph
 from flatout.script.places import Places
 from flatout.script.source_facts import SourceFacts, read_source
@@ -1085,9 +1086,9 @@ def test_memory_formats_are_compared_with_one_thread_too() -> None:
         timer.note(nn.Conv2d(3, 8, 3), (torch.randn(2, 3, 16, 16),))
         seen: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            compared = convolution_timing._compared
+            compared = layers_alone._compared
             patch.setattr(
-                convolution_timing,
+                layers_alone,
                 "_compared",
                 lambda *given: (seen.append(torch.get_num_threads()), compared(*given))[1],
             )
@@ -1249,3 +1250,64 @@ def test_gradients_of_vectors_are_measured_beside_those_of_weights() -> None:
     (found,) = watched(step, model).gradients
     assert len(found.largest_vectors) == len(found.norms) > 8
     assert not any((*found.norms, *found.largest_vectors))
+
+
+def test_what_another_thread_does_is_none_of_the_loop() -> None:
+    """As an agent that acts, or a model that is evaluated, beside the training."""
+    model, other = net(), net()
+    inner = healthy(model, torch.optim.SGD(model.parameters(), 0.01))
+    others = torch.optim.SGD(other.parameters(), 0.01)
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            go_on.wait(60)
+            return x
+
+    waiting = Waiting()
+
+    def beside() -> None:
+        torch.ones(4, dtype=torch.float64).to(torch.float32)
+        other(data()).square().mean().backward()
+        others.step()
+        other.zero_grad()
+        waiting(torch.ones(1))
+
+    def step(number: int) -> None:
+        thread = threading.Thread(target=beside)
+        thread.start()
+        inside.wait(60)
+        inner(number)
+        go_on.set()
+        thread.join()
+        inside.clear()
+        go_on.clear()
+
+    found = watched(step, model)
+    assert [(one.calls, one.training) for one in found.forwards] == [(STEPS, True)]
+    assert [one.per_step for one in found.backwards] == [1.0]
+    assert (found.calls, len(found.optimizer_lines)) == ((), 1)
+
+
+def test_a_pass_in_autograds_thread_is_the_loops_as_on_a_gpu() -> None:
+    watch, noted = BehaviourWatch(str(HERE.parent)), list[bool]()
+    for in_pass in (False, True):
+        watch._forward.in_backward = in_pass
+        thread = threading.Thread(target=watch._guard, args=[functools.partial(noted.append, in_pass)])
+        thread.start()
+        thread.join()
+    assert noted == [True]
+
+
+def test_a_backward_pass_from_a_complex_number() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight], 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        (weight * (1 + 1j)).sum().backward(torch.tensor(1 + 0j))
+        optimizer.step()
+
+    found = watched(step)
+    assert (found.losses, found.backwards[0].calls) == ((), STEPS)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, Sampler, TensorDataset
 
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice
@@ -124,3 +125,40 @@ def test_what_is_not_known_yet_to_be_called_in_every_step_is_no_evaluation() -> 
 def test_a_source_that_is_nested_too_deeply_names_no_device(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"total = {' + '.join(['1'] * 6000)}\n")
     assert not names_device(str(tmp_path / "train.py"))
+
+
+class Endless(Sampler[int]):
+    """As for detection: it has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.randn(12, 3)
+
+
+class Unknown(TensorDataset):
+    def __len__(self) -> int:
+        raise NotImplementedError("how many there are")
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (lambda: DataLoader(TensorDataset(torch.randn(12, 3)), 4, sampler=Endless()), 12),
+        (lambda: DataLoader(ChainDataset([Stream(), Stream()]), 4), None),
+        (lambda: DataLoader(Unknown(torch.randn(12, 3)), 4, sampler=range(12)), None),
+    ],
+    ids=["sampler", "chain", "own"],
+)
+def test_data_without_a_length_is_described(runner: Runner, loader: Callable[[], Any], samples: int | None) -> None:
+    model, loaded = nn.Linear(3, 1), loader()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _, batch in zip(range(2), loaded, strict=False):
+        model(batch[0] if isinstance(batch, list) else batch).sum().backward()
+        optimizer.step()
+    (found,) = observe(runner.watch, threads_at_start=None, rows=()).loaders
+    assert (found.samples, found.batches_per_epoch) == (samples, None)

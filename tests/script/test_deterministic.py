@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.cli.run_devices import determinism_text
 from flatout.environment import DETERMINISTIC, deterministic_environment
 from flatout.levers.subject import Subject
-from flatout.report.deterministic_text import determinism_text
 from flatout.script.deterministic import weights_digests
 from flatout.script.deterministic_check import DeterminismCheck
 from tests.cli.in_process import said_by

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from flatout.script.epoch_progress import (
+from flatout.script.epochs import (
     BATCHES_UNCLEAR,
     LENGTH_UNKNOWN,
     NO_BATCH_SIZE,
@@ -18,11 +18,11 @@ from flatout.script.epoch_progress import (
     SEVERAL_LOADERS,
     TOO_EARLY,
     Epoch,
+    EpochStarts,
     Progress,
     known_length,
     progress,
 )
-from flatout.script.epochs import EpochStarts
 from flatout.script.watch import Watch
 
 DATA = TensorDataset(torch.zeros(50, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from flatout.levers.subject import Subject
 from flatout.script import reference
 from flatout.script.numerics import GradientNoise, NumericsRecorder, NumericsRequest, nudge_weights
 from flatout.tuning.numerics import Numerics
+from tests.odd_defaults import odd_defaults
 
 
 class Watched:
@@ -29,7 +31,7 @@ class Watched:
         if self.optimizer is not None:
             self.subject.optimizers.add(self.optimizer)
         self.watch: Any = SimpleNamespace(
-            subject=self.subject, at_backward=[], before_optimizer=[], at_iterator=[], inside_optimizer=False
+            subject=self.subject, at_backward=[], before_optimizer=[], inside_optimizer=False
         )
         self.wrong: Any = lambda: None
         """Called between the recorder's look at the gradients and the optimizer's step."""
@@ -96,7 +98,7 @@ def test_losses_norms_and_digests() -> None:
 def test_the_recorder_takes_its_callbacks_away() -> None:
     watched = Watched()
     watched.record(1)
-    assert (watched.watch.at_backward, watched.watch.before_optimizer, watched.watch.at_iterator) == ([], [], [])
+    assert (watched.watch.at_backward, watched.watch.before_optimizer) == ([], [])
 
 
 def test_each_backward_pass_of_a_step_is_a_loss_of_its_own() -> None:
@@ -399,3 +401,76 @@ def test_an_optimizer_may_keep_its_state_as_it_likes(tmp_path: Path) -> None:
     checked = other.record(4, role="checked", folder=str(tmp_path))
     assert checked.weight_digest == plain.weight_digest
     assert sorted(reference.optimizer_state(other.subject)) == ["0.0.", "0.1.", "0.taken"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_a_constant_with_a_digest(tmp_path: Path, layout: torch.layout) -> None:
+    """As the adjacency matrix of a graph network."""
+
+    def watched(scale: float = 1.0) -> Watched:
+        found = Watched()
+        with torch.sparse.check_sparse_tensor_invariants(True):
+            found.model.register_buffer("graph", (scale * torch.eye(3)).to_sparse(layout=layout))
+        return found
+
+    plain = watched().record(4, role="reference", folder=str(tmp_path), checks=(1, 3))
+    checked = watched().record(4, role="checked", folder=str(tmp_path))
+    assert checked.buffer_digest == plain.buffer_digest != watched(2.0).record(0).buffer_digest
+    assert [check.unlike for check in checked.checks] == ["", ""]
+
+
+def test_a_gradient_that_is_conjugated_on_reading_has_a_norm() -> None:
+    watched = Watched(optimizer=False)
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    weight.grad = torch.tensor([3.0 + 4.0j, 0.0]).conj()
+    watched.subject.optimizers.add(optimizer := torch.optim.SGD([weight], 0.1))
+    recorder = NumericsRecorder(watched.watch, NumericsRequest(steps=1, gradient_noise=1e-6))
+    for callback in watched.watch.before_optimizer:
+        callback(optimizer)
+    recorder.step_ended()
+    assert recorder.finish()["gradient_norms"] == [pytest.approx(5.0, rel=1e-4)]
+
+
+def test_what_lbfgs_keeps_in_lists_is_loaded_too(tmp_path: Path) -> None:
+    def watched() -> Watched:
+        found = Watched(optimizer=False)
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+        found.optimizer = torch.optim.LBFGS(found.model.parameters(), lr=0.1, max_iter=3)
+        found.subject.optimizers.add(found.optimizer)
+
+        def step(recorder: NumericsRecorder, backwards: int = 1) -> None:
+            def closure() -> torch.Tensor:
+                found.model.zero_grad()
+                loss = (found.model(x) ** 2).mean()
+                found.watch.inside_optimizer = True
+                for callback in found.watch.at_backward:
+                    callback((loss,))
+                loss.backward()
+                return loss
+
+            found.optimizer.step(closure)  # type: ignore[union-attr, arg-type]
+            recorder.step_ended()
+
+        found.step = step  # type: ignore[method-assign]
+        return found
+
+    watched().record(4, role="reference", folder=str(tmp_path), checks=(3,))
+    other = watched()
+    with torch.no_grad():
+        other.model[0].weight.add_(1e-3)
+    (check,) = other.record(4, role="checked", folder=str(tmp_path)).checks
+    assert "0.0.old_dirs[0]" in reference.optimizer_state(other.subject)
+    assert check.drift[0].error > 0
+    assert {update.error for update in check.updates} == {0.0}
+
+
+def test_what_a_script_sets_for_new_tensors_is_not_for_ours() -> None:
+    moved = []
+    for defaults in (contextlib.nullcontext, odd_defaults):
+        watched = Watched()
+        with defaults():
+            nudge_weights(watched.subject)
+            moved.append((watched.model[0].weight.detach(), reference.sample(torch.arange(60_000.0, device="cpu"), 3)))
+    assert torch.equal(moved[0][0], moved[1][0])
+    assert torch.equal(moved[0][1], moved[1][1].float())

@@ -14,8 +14,8 @@ import pytest
 
 from flatout.script import rank_answers
 from flatout.script.process_record import ProcessRecord
+from flatout.script.profile_trial import rank_profiles
 from flatout.script.rank_answers import ANSWER, BEGUN, RankAnswers, RankWatch
-from flatout.script.rank_profiles import rank_profiles
 
 HOLDS = """
 import sys

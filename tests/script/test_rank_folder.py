@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from flatout.machine.processes import pid_namespace, process_started
-from flatout.script import rank_folder
+from flatout.script import record_file
 from flatout.script.process_record import ProcessRecord
-from flatout.script.rank_folder import last_records, launchers_folder, records_of_others
+from flatout.script.record_file import last_records, launchers_folder, records_of_others
 from flatout.script.run_folders import old_folders
 from tests.processes import Python
 
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_had_is_done_without(runs: Path, monkeypatch: py
 def test_the_last_records_of_the_others_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 0, ended=False)
     write(tmp_path, 1, ended=False)
-    monkeypatch.setattr(rank_folder, "END_SECONDS", 100.0)
+    monkeypatch.setattr(record_file, "END_SECONDS", 100.0)
     assert [(one.rank, one.ended) for one in records_of_others(tmp_path, 0)] == [(1, False)]  # as they are now
     ends = threading.Timer(0.2, lambda: write(tmp_path, 1, ended=True))
     ends.start()
@@ -81,7 +81,7 @@ def test_the_last_records_of_the_others_are_waited_for(tmp_path: Path, monkeypat
     write(tmp_path, 1, ended=False, here=False)
     assert [one.ended for one in last_records(tmp_path, 0)] == [False]  # it is gone: nothing more will come
     write(tmp_path, 1, ended=False)
-    monkeypatch.setattr(rank_folder, "END_SECONDS", 0.1)
+    monkeypatch.setattr(record_file, "END_SECONDS", 0.1)
     began = time.monotonic()
     assert [one.ended for one in last_records(tmp_path, 0)] == [False]  # it goes on, but not for ever
     assert time.monotonic() - began < 60

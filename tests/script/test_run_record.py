@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.script.run_record import MOST_ROWS, MOST_SAMPLES, RunRecord
+from flatout.script.runner import MOST_ROWS, MOST_SAMPLES, RunRecord
 from flatout.script.spans import StepRow
 
 

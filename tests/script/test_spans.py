@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.machine.device import FakeDevice
 from flatout.script.spans import OpenRow, Spans, Timeline
+from tests.fake_device import FakeDevice
 
 
 def spans_on(*readings: float) -> Spans:

@@ -112,3 +112,12 @@ def test_an_optimizer_that_is_gone_does_not_lend_its_identity() -> None:
     finder.forget(ord("A"))
     assert feed(finder, "BB") == [True, True]  # nothing else is there to lead
     assert (finder.steps, finder.optimizers) == (11, 1)
+
+
+def test_steps_that_passed_unreported_are_the_leaders() -> None:
+    finder = StepFinder()
+    feed(finder, "A")
+    finder.leader_passed(300)
+    assert (finder.steps, finder.leader_is_new) == (301, False)
+    feed(finder, "BA")  # A does not take turns with B: it has long trained alone
+    assert finder.steps == 302

@@ -568,3 +568,19 @@ def test_a_loader_that_is_made_anew_for_every_epoch_feeds_training(runner: Runne
                 model(x)
         gc.collect()
     assert set(seen[1:]) <= {1, 2}, seen
+
+
+@pytest.mark.parametrize("boundary_every", [1, 16])
+def test_folds_of_a_gan_are_counted_whenever_the_watch_lets_steps_pass(boundary_every: int) -> None:
+    """Also from the first step of the critic of a new fold on: it was taken for the one that ends the steps."""
+    watch = Watch()
+    watch.install(torch)
+    try:
+        gan(20)
+        watch.at_boundary.append(lambda: watch.suspend(boundary_every))
+        for _ in range(3):
+            gan(20)
+        watch.count_passed()
+    finally:
+        watch.uninstall()
+    assert watch.finder.steps == 80

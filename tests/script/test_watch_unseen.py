@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from flatout.script.describe import observe
 from flatout.script.runner import Runner
 
 
@@ -94,3 +96,28 @@ def test_hooks_keep_their_numbers_and_printed_tracebacks_their_lines(runner: Run
         nn.Sequential(Broken())(torch.ones(2, 3))
     except ValueError:
         assert "flatout" not in traceback.format_exc().replace(__file__, "")
+
+
+def test_a_function_mode_of_the_script_sees_nothing_of_ours(runner: Runner) -> None:
+    class Listed(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def train() -> list[str]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        called.clear()
+        with Listed():
+            for _ in range(60):
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+            if runner.watch.enabled:
+                observe(runner.watch, threads_at_start=None, rows=())
+        return [*called]
+
+    called: list[str] = []
+    watched = train()
+    runner.watch.uninstall()
+    assert train() == watched

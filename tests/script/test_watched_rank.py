@@ -52,7 +52,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
 
 def told(folder: Path, command: Command | None = None) -> Path:
     command = command or command_of(full(2), None) | {"behaviour": False}
-    write_settings(folder, {"command": command, "target": {"path": "train.py", "module": None, "arguments": []}})
+    write_settings(folder, {"command": command, "target": ["train.py"]})
     return folder
 
 
@@ -111,7 +111,7 @@ def test_a_process_that_ends_early_says_what_it_saw(steps: Steps, tmp_path: Path
 def test_the_folder_says_whether_a_process_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert WATCHED == SETTINGS
     followed = list[Path]()
-    monkeypatch.setattr("flatout.script.watched_rank.follow", followed.append)
+    monkeypatch.setattr("flatout.script.watched_rank.WatchedRank", followed.append)
     _follow_into(told(tmp_path))
     assert followed == [tmp_path]
 

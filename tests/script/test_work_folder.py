@@ -77,3 +77,24 @@ def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path: Path, monkey
     monkeypatch.setattr(module.tempfile, "mkdtemp", full)
     with pytest.raises(MachineError, match="No space left on device; free some space there"), work_folder(tmp_path):
         pass
+
+
+def test_a_removal_that_is_interrupted_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is listed first: the mark goes when all else is gone."""
+
+    def marks_first(folder: int) -> list[str]:
+        return sorted(listed(folder), key=lambda name: name != MARK)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    listed, owned = os.listdir, work_folder(tmp_path)
+    folder = owned.__enter__()
+    (folder / "trial").mkdir()
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "listdir", marks_first)
+        patches.setattr(os, "rmdir", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            owned.__exit__(None, None, None)
+    assert sweep(tmp_path) == [folder]
+    assert list(tmp_path.iterdir()) == []

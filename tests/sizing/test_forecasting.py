@@ -10,6 +10,7 @@ from torch import nn
 
 from flatout import Plan, TrainStep, forecast, supervised
 from flatout.errors import UsageError
+from flatout.memory.allocator_settings import AllocatorSettings
 from flatout.memory.cuda_workspaces import keeps_blas_workspace
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Allocation, Timeline
@@ -331,11 +332,10 @@ def test_the_allocator_s_settings_are_those_of_the_environment(monkeypatch: pyte
     model = nn.Linear(600, 700)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert find_target("rtx-4090", model).settings is None
+    assert find_target("rtx-4090", model).settings == AllocatorSettings()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    settings = find_target("rtx-4090", model).settings
-    assert settings is not None and settings.max_split_bytes == 64 << 20  # noqa: PT018
-    assert find_target("cpu", model).settings is None
+    assert find_target("rtx-4090", model).settings.max_split_bytes == 64 << 20
+    assert find_target("cpu", model).settings == AllocatorSettings()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:x")
     with pytest.raises(UsageError, match="expandable_segments"):
         find_target("rtx-4090", model)

@@ -8,14 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from flatout.errors import MachineError
-from flatout.sizing.curve import find_knee
-from flatout.sizing.measuring import Measured, Prepared, Range, SizeFails, TooLarge, measure_curve
+from flatout.sizing.curve import BatchCurve, find_knee
+from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
 
 NOISE = (1.0, 1.003, 0.998, 1.002, 0.997, 1.001, 0.999)
 
 
 class Machine:
     """Steps that take `fixed + each * size` seconds, in memory for `most` samples."""
+
+    subject, device, peak_source, limit_bytes = "machine", "cpu", "counted", None
 
     def __init__(
         self,
@@ -59,13 +61,13 @@ class Machine:
         return seconds
 
 
-def measured(machine: Machine, sizes: Range, budget_seconds: float = 1e6) -> Measured:
+def measured(machine: Machine, sizes: Range, budget_seconds: float = 1e6) -> BatchCurve:
     return measure_curve(
         machine, sizes, share=0.95, budget_seconds=budget_seconds, tell=lambda line: None, clock=machine.clock
     )
 
 
-def sizes_of(found: Measured) -> list[int]:
+def sizes_of(found: BatchCurve) -> list[int]:
     return [point.batch_size for point in found.points]
 
 
@@ -188,7 +190,7 @@ def test_a_given_size_that_alone_is_beyond_the_budget_is_measured_once() -> None
     assert "was spent on the first steps" in found.stopped_above
 
 
-def measured_while_memory_fills(fits: int) -> Measured:
+def measured_while_memory_fills(fits: int) -> BatchCurve:
     """From the second round on there is room for no more than `fits` samples."""
     told = [""]
 

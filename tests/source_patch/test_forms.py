@@ -105,6 +105,7 @@ def test_settings_stand_after_the_imports(tmp_path: Path, choices: dict[str, Any
         ("import torch.nn\nimport os\nprint(1)\n", "+\n+torch.set_num_threads(1)\n"),
         ("import torch.nn as nn\nprint(0)\nimport torch\nprint(1)\n", "+\n+torch.set_num_threads(1)\n"),
         ("import os\n\ndef f():\n    import torch\n", "+import torch\n+\n+torch.set_num_threads(1)\n"),
+        ("import os\n\ndef f():\n    import torch.nn\n", "+import torch\n+\n+torch.set_num_threads(1)\n"),
         (
             "'''doc'''\nfrom __future__ import annotations\nfrom torch import nn\n",
             "+import torch\n+\n+torch.set_num_threads(1)\n",
@@ -122,6 +123,11 @@ OPTIMIZERS = [
         "-o = optim.Adam(p, lr=1e-3)\n+o = optim.Adam(p, lr=1e-3, fused=True)\n",
     ),
     ("from torch.optim import Adam\no = Adam(p)\n", "fused", "-o = Adam(p)\n+o = Adam(p, fused=True)\n"),
+    (
+        "from torch.optim import Adam\no = Adam(p for p in ps)\n",
+        "fused",
+        "-o = Adam(p for p in ps)\n+o = Adam((p for p in ps), fused=True)\n",
+    ),
     ("from torch.optim import AdamW as W\no = W(p)\n", "foreach", "-o = W(p)\n+o = W(p, foreach=True)\n"),
     (
         "from torch import optim\no = optim.Adadelta(p)\n",
@@ -323,6 +329,17 @@ def test_a_model_that_is_saved_where_it_trains_is_compiled_there(tmp_path: Path)
     assert changed_lines(patch_for(tmp_path, source, compile="reduce-overhead")) == (
         '+    compiled_model = torch.compile(model, mode="reduce-overhead")\n'
         "-        output = model(data)\n+        output = compiled_model(data)\n"
+    )
+
+
+def test_a_model_that_is_made_in_the_call_is_compiled_where_it_trains(tmp_path: Path) -> None:
+    source = (
+        "import torch\ndef train(model):\n    for x in data:\n        loss = model(x).sum()\n"
+        "        loss.backward()\ntrain(torch.nn.Linear(2, 2))\n"
+    )
+    assert changed_lines(patch_for(tmp_path, source, compile="default")) == (
+        '+    compiled_model = torch.compile(model, options={"fallback_random": True})\n'
+        "-        loss = model(x).sum()\n+        loss = compiled_model(x).sum()\n"
     )
 
 

@@ -24,7 +24,7 @@ from flatout.strategies import choosing
 from flatout.strategies.choosing import StrategiesRequest, choose_strategy
 from flatout.strategies.facts import ALONE, STRATEGIES, Memory, TrainingFacts
 from flatout.strategies.found import StrategiesFound, StrategyProof
-from flatout.strategies.prediction import cluster_of, predictions
+from flatout.strategies.prediction import group_of, predictions
 from flatout.strategies.proving import Run, judged
 from flatout.strategies.sides import Way
 from flatout.tuning.devices.ranks_trial import RanksRefused
@@ -56,24 +56,24 @@ PROOF = StrategyProof(
 
 
 def test_the_link_between_ranks_follows_from_what_an_all_reduce_takes() -> None:
-    cluster = cluster_of(POINTS, 2)
-    assert cluster is not None
-    assert cluster.group().all_reduce_seconds(2_000_000) == pytest.approx(2e-4 + 2e-3, rel=0.01)
-    assert cluster_of({}, 2) is None
+    group = group_of(POINTS, 2)
+    assert group is not None
+    assert group.all_reduce_seconds(2_000_000) == pytest.approx(2e-4 + 2e-3, rel=0.01)
+    assert group_of({}, 2) is None
 
 
 def test_a_step_is_a_share_of_the_compute_and_what_is_exchanged() -> None:
-    found = predictions(FACTS, cluster_of(POINTS, 2), 2, 8)
+    found = predictions(FACTS, group_of(POINTS, 2), 2, 8)
     assert found["ddp"].step_seconds == pytest.approx(0.07 + 2e-4 + 4e-3, rel=0.01)
     assert found["zero1"].step_seconds > found["ddp"].step_seconds
     assert found["pipeline"].step_seconds == pytest.approx(0.07 * 9 / 8)
     assert "tensor" not in found
     assert predictions(FACTS, None, 2, None) == {}
-    assert predictions(replace(FACTS, rank_step_seconds=None), cluster_of(POINTS, 2), 2, 8) == {}
+    assert predictions(replace(FACTS, rank_step_seconds=None), group_of(POINTS, 2), 2, 8) == {}
 
 
 def test_a_batch_that_the_ranks_cannot_share_equally_is_not_predicted() -> None:
-    assert [*predictions(replace(FACTS, samples=31), cluster_of(POINTS, 2), 2, 8)] == ["pipeline"]
+    assert [*predictions(replace(FACTS, samples=31), group_of(POINTS, 2), 2, 8)] == ["pipeline"]
 
 
 # the choice

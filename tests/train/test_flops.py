@@ -93,3 +93,28 @@ def test_counting_leaves_a_gradient_penalty_alone() -> None:
         gradient.norm().backward()
 
     assert flops(step) == 2 * 3 * 5 * 7 * 6
+
+
+def test_a_bilinear_layer() -> None:
+    layer, x, y = torch.nn.Bilinear(5, 6, 7, bias=False), torch.randn(3, 5), torch.randn(3, 6)
+    forward = 2 * 3 * 7 * (5 * 6 + 6)
+    assert flops(lambda: layer(x, y)) == forward
+    assert flops(lambda: layer(x, y).sum().backward()) > forward
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_layer_that_torch_runs_as_one_operation(padded: bool) -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 40, batch_first=True).eval()
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    x, lengths = torch.randn(3, 8, 16), [8, 5, 2] if padded else [8, 8, 8]
+    mask = torch.arange(8) >= torch.tensor(lengths)[:, None] if padded else None
+    expected = 2 * sum(2 * n * (4 * 16 * 16 + 2 * 16 * 40) + 4 * n * n * 16 for n in lengths)
+    with torch.no_grad():
+        assert flops(lambda: encoder(x, src_key_padding_mask=mask)) == expected
+
+
+def test_attention_that_torch_runs_as_one_operation() -> None:
+    attention, x = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval(), torch.randn(3, 8, 16)
+    with torch.no_grad():
+        assert flops(lambda: attention(x, x, x, need_weights=False)) == 3 * (2 * 8 * 4 * 16 * 16 + 4 * 8 * 8 * 16)

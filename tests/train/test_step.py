@@ -446,3 +446,44 @@ def test_a_step_is_not_copied(copied: Callable[[TrainStep], object]) -> None:
         copied(step)
     copied_model, copied_optimizer = copy.deepcopy((step.model, step.optimizer))
     TrainStep(copied_model, copied_optimizer, step.loss_fn)(data(1)[0])
+
+
+class Counting(torch.optim.SGD):
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        type(self).calls += 1
+        super().zero_grad(set_to_none)
+
+
+def test_gradients_are_freed_by_whatever_the_optimizers_zero_grad_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.ones(4, 2)
+
+    def step_of(kind: type[torch.optim.SGD]) -> TrainStep:
+        model = nn.Linear(2, 1)
+        return TrainStep(model, kind(model.parameters(), 0.0), lambda model, x: model(x).sum())
+
+    plain, own = step_of(torch.optim.SGD), step_of(Counting)
+    for step in (plain, own):
+        for _ in range(2):
+            step(batch)
+        assert torch.equal(step.model.weight.grad, torch.full((1, 2), 4.0))
+    assert Counting.calls == 2
+    freed: list[object] = []
+    original = torch.optim.Optimizer.zero_grad
+
+    def noted(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        freed.append(optimizer)
+        original(optimizer, set_to_none)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.Optimizer, "zero_grad", noted)
+        plain(batch)
+    assert freed == [plain.optimizer]
+    with monkeypatch.context() as patched:
+        patched.setattr(plain.optimizer, "zero_grad", lambda set_to_none: noted(plain.optimizer, set_to_none))
+        plain(batch)
+    assert freed == [plain.optimizer] * 2
+    plain(batch)
+    assert len(freed) == 2
+    assert torch.equal(plain.model.weight.grad, torch.full((1, 2), 4.0))

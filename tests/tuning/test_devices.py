@@ -18,18 +18,17 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.machine.description import Machine
 from flatout.plan import Plan
-from flatout.report.tuned_devices_text import tuned_lines
+from flatout.report.devices_text import tuned_lines
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.statistics import Comparison
-from flatout.tuning.devices import choosing, measuring
+from flatout.tuning.devices import choosing, prediction
 from flatout.tuning.devices.choosing import DevicesAsked, choose_devices
 from flatout.tuning.devices.found import DevicesTuned, Exchange, with_devices
 from flatout.tuning.devices.prediction import OneDevice, in_order_of_promise, predicted
-from flatout.tuning.devices.ranks_trial import RanksRefused
-from flatout.tuning.devices.sides import OneAndSeveral, for_ranks
+from flatout.tuning.devices.ranks_trial import OneAndSeveral, RanksRefused, for_ranks
 from flatout.tuning.devices_proof import DevicesProof
 from flatout.tuning.outcome import Found
 from flatout.tuning.results import SearchState
@@ -159,8 +158,8 @@ def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
         def proved(basis: Any, devices: int, in_ranks: Any) -> Any:
             return proof
 
-        monkeypatch.setattr(measuring, "exchange_between", lambda *_: EXCHANGE)
-        monkeypatch.setattr(measuring, "with_fewer_threads", lambda *_: {})
+        monkeypatch.setattr(prediction, "exchange_between", lambda *_: EXCHANGE)
+        monkeypatch.setattr(prediction, "with_fewer_threads", lambda *_: {})
         monkeypatch.setattr(choosing._Choosing, "_timed", timed)
         monkeypatch.setattr(choosing, "proved", proved)
         monkeypatch.setattr(choosing, "compare_afresh", final)
@@ -168,7 +167,6 @@ def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
             state=state or SearchState(observed=SEEN, first_observed=SEEN, startup_seconds=1.0),
             proof=None,
             final=None,
-            verifier=None,  # type: ignore[arg-type]
             warnings=(),
         )
         setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
@@ -251,7 +249,7 @@ def test_what_cannot_become_the_fastest_is_not_tried(choose: Choose, monkeypatch
         likely = predicted(ONE, 2, EXCHANGE, None)
         return replace(likely, devices=devices, most=1.799 - 0.2 * devices, expected=1 / devices)
 
-    monkeypatch.setattr(measuring, "predicted", told)
+    monkeypatch.setattr(prediction, "predicted", told)
     tried: list[int] = []
     found = choose({2: 1.2, 3: 1.1}, most=4, tried=tried)
     assert (tried, outcomes(found)) == ([2], {2: "kept", 3: "not tried", 4: "not tried"})

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flatout.errors import ScriptError
+from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, Lever, Verdict, offer
 from flatout.levers.observed import Observed, StepWork
 from flatout.machine.description import Machine
@@ -21,7 +21,6 @@ from flatout.script.entry import Target
 from flatout.script.trial.answers import Peak, TrialEnded, Window, explain_end
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
-from flatout.tuning.few_steps import FewSteps, compare_whole_runs, few_steps
 from flatout.tuning.last_comparison import PlainAndPlanned, compare_afresh
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
@@ -29,7 +28,7 @@ from flatout.tuning.results import SearchState, Tuned
 from flatout.tuning.script_tuning import TuneRequest, tune_script
 from flatout.tuning.search import TrainingSearch
 from flatout.tuning.verifier import least_seconds
-from flatout.tuning.windows import Arm, RolledBackInside
+from flatout.tuning.windows import Arm, FewSteps, RolledBackInside, compare_whole_runs, few_steps
 from tests.levers.test_catalogue import CPU
 
 FEW = FewSteps(steps=5, compared=4)
@@ -382,7 +381,7 @@ def test_memory_of_few_steps_is_measured_in_runs_of_their_own(tmp_path: Path) ->
     script = Pretended(tmp_path, 3)
     search = TrainingSearch(script, CPU, (), SearchLimits(deadline=Deadline(100.0, clock=lambda: script.now)))
     search.state.few_steps = FewSteps(steps=3, compared=2)
-    assert search._memory_gain([Choice(ForMemory(), True)], Choice(ForMemory(), True)) is not None
+    assert search._peaks([Choice(ForMemory(), True)], Choice(ForMemory(), True)) is not None
     assert script.runs == [[("peak", 2)], [("peak", 2)]]
 
 
@@ -405,12 +404,35 @@ def test_a_proof_of_few_steps_compares_all_of_them(tmp_path: Path) -> None:
     assert checks == {2: (0, 1), 3: (0, 2), 4: (0, 2, 3), 7: (0, 2, 4, 6)}
 
 
+class Forked(Pretended):
+    """Each is a copy of a process that is there already."""
+
+    def spared_seconds(self, choices: Sequence[Choice] = ()) -> float:
+        return 10.0
+
+    def from_the_start(self) -> Pretended:
+        return Pretended(self.shared_folder, self.steps)
+
+
+def test_once_trials_are_not_forked_a_start_counts_for_what_it_takes(tmp_path: Path) -> None:
+    limits = SearchLimits(deadline=Deadline(100.0))
+    search = TrainingSearch(Forked(tmp_path, 100), CPU, [FromStart()], limits)
+    search.state.startup_seconds = 10.0
+    (name,) = search.names()
+    forked = search.promise(name)
+    assert search._goes_on_without_forks(TrialError("a fork failed"))
+    assert search.promise(name) < forked
+
+
 def test_all_that_the_verifier_needs_is_kept_back(tmp_path: Path) -> None:
     script: Any = Pretended(tmp_path, 5)
     proof, last = 4 * (2.0 + 1.5 * 4 * 10.0), 3 * (2 * 2.0 + 2 * 4 * 10.0)
-    assert least_seconds(10.0, 2.0, script, 60.0, FEW) == pytest.approx(proof + last)
+    assert least_seconds(10.0, SearchState(startup_seconds=2.0, few_steps=FEW), script, 60.0) == pytest.approx(
+        proof + last
+    )
     three = FewSteps(steps=3, compared=2)  # nothing reduced is tried: one run less
-    assert least_seconds(0.0, 2.0, script, 60.0, three) == pytest.approx(3 * 2.0 + 3 * 2 * 2.0)
+    state = SearchState(startup_seconds=2.0, few_steps=three)
+    assert least_seconds(0.0, state, script, 60.0) == pytest.approx(3 * 2.0 + 3 * 2 * 2.0)
 
 
 SLEEPING = """
@@ -435,7 +457,7 @@ open("written-by-the-script.txt", "w").write("x")
 @pytest.mark.usefixtures("forked_trials", "brief")
 @pytest.mark.slow
 def test_a_script_of_four_steps_with_closures_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.tuning.verifier.own_start_seconds", lambda folder: 0.5)
+    monkeypatch.setattr("flatout.tuning.script_tuning.own_start_seconds", lambda folder: 0.5)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SLEEPING)
     levers = f"{Path(__file__).parent / 'planted_levers.py'}:HELPING"

@@ -19,7 +19,7 @@ from flatout.script.entry import Target
 from flatout.script.trial.answers import Peak
 from flatout.statistics import Comparison
 from flatout.tuning import search, verifier
-from flatout.tuning.for_memory import MemoryGain, judge_gain
+from flatout.tuning.fitting import judge_gain
 from flatout.tuning.script_tuning import TuneRequest, tune_script
 from flatout.tuning.windows import Pairing
 
@@ -53,7 +53,7 @@ def peak(size: int | None, resident: int = 10, why: str = "") -> Peak:
     ],
 )
 def test_what_is_kept(before: Peak, after: Peak, device: str, asked: bool, outcome: str, reason: str) -> None:
-    found = judge_gain(MemoryGain(before=before, after=after), CHOICE, HERE, device, asked=asked)
+    found = judge_gain(before, after, CHOICE, HERE, device, asked=asked)
     assert found[0] == outcome
     assert reason in found[1]
 
@@ -62,7 +62,7 @@ OFFLOADED = Choice(ActivationOffload(), True)
 
 
 def test_the_line_for_a_plan_is_one_that_a_plan_takes() -> None:
-    _, reason = judge_gain(MemoryGain(before=peak(80), after=peak(40)), OFFLOADED, HERE, "cpu", asked=False)
+    _, reason = judge_gain(peak(80), peak(40), OFFLOADED, HERE, "cpu", asked=False)
     text = reason.removeprefix("not faster; to save memory, put ").removesuffix(" under [plan]")
     assert Plan.from_toml(f"[plan]\n{text}\n").choices() == OFFLOADED.choices
 

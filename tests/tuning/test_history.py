@@ -29,7 +29,7 @@ from flatout.tuning import history, outcome
 from flatout.tuning.history import REPEAT_ERROR, Earlier, History, Training, corrected, forget_tunes, load_history
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.search import TrainingSearch
-from flatout.tuning.step_trial import StepTrials
+from flatout.tuning.step_tuning import StepTrials
 from tests.levers.test_catalogue import CPU
 from tests.tuning.test_worth_trying import STEP
 
@@ -454,7 +454,7 @@ def test_ctrl_c_keeps_what_was_measured_until_then(cache: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TrainingSearch, "run", run)
-    trials = StepTrials(step=None, batches=[], work_folder=cache.parent)  # type: ignore[arg-type]
+    trials = StepTrials(step=None, batches=[], shared_folder=cache.parent)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         outcome.search_and_prove(trials, CPU, LEVERS, SearchLimits(deadline=Deadline(60.0)), lambda text: None)
     assert [one["choice"] for one in json.loads(cache.read_text())["trials"]] == ["fused optimizer"]
@@ -467,7 +467,7 @@ def test_a_search_beside_busy_processes_leaves_nothing(cache: Path, monkeypatch:
 
     monkeypatch.setattr(TrainingSearch, "run", run)
     monkeypatch.setattr(outcome, "busy", lambda load, when: [f"other processes kept 1.9 of 2 cores busy during {when}"])
-    trials = StepTrials(step=None, batches=[], work_folder=cache.parent)  # type: ignore[arg-type]
+    trials = StepTrials(step=None, batches=[], shared_folder=cache.parent)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         outcome.search_and_prove(trials, CPU, LEVERS, SearchLimits(deadline=Deadline(60.0)), lambda text: None)
     assert not cache.exists()

@@ -12,7 +12,6 @@ from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning import last_comparison
-from flatout.tuning.few_steps import pairing_of_runs
 from flatout.tuning.last_comparison import (
     LEAST_WINDOWS,
     MANY_PROCESS_PAIRS,
@@ -22,7 +21,7 @@ from flatout.tuning.last_comparison import (
     compare_afresh,
     comparison_of_groups,
 )
-from flatout.tuning.windows import Pace
+from flatout.tuning.windows import Pace, pairing_of_runs
 
 pytestmark = pytest.mark.usefixtures("forked_trials")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.tuning import levels
+from flatout.tuning import numerics
 from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
 
@@ -362,7 +362,7 @@ def test_nan_passes_nowhere(where: str) -> None:
     assert judge.not_within_rounding(PLAIN, NUDGED, broken)
     assert judge.not_reduced(PLAIN, NUDGED, broken)
     assert judge.drifts(PLAIN, broken)
-    assert levels.not_alike([PLAIN] * 3, [broken] * 3)[0]
+    assert numerics.not_alike([PLAIN] * 3, [broken] * 3)[0]
 
 
 def test_a_script_that_is_nan_itself_may_stay_so() -> None:
@@ -397,12 +397,12 @@ PLAINS = unrepeatable(1, range(3))
 
 @pytest.mark.parametrize("factor", [0.5, 1.2, 2.0, 10.0])
 def test_levels_that_differ_are_seen_without_any_step_to_compare(factor: float) -> None:
-    reason, _ = levels.not_alike(PLAINS, unrepeatable(factor, range(5, 8)))
+    reason, _ = numerics.not_alike(PLAINS, unrepeatable(factor, range(5, 8)))
     assert "off those of plain runs" in str(reason)
 
 
 def test_levels_that_agree_come_with_what_would_have_been_seen() -> None:
-    reason, resolution = levels.not_alike(PLAINS, unrepeatable(1, range(5, 8)))
+    reason, resolution = numerics.not_alike(PLAINS, unrepeatable(1, range(5, 8)))
     assert reason is None
     assert resolution is not None
     assert 0.001 < resolution < 0.15
@@ -410,26 +410,26 @@ def test_levels_that_agree_come_with_what_would_have_been_seen() -> None:
 
 def test_levels_from_the_same_seeds_are_compared_in_pairs() -> None:
     plains = unrepeatable(1, range(5))
-    found = levels.paired_difference(plains, unrepeatable(1.02, range(5)))
+    found = numerics.paired_difference(plains, unrepeatable(1.02, range(5)))
     assert found is not None
     assert found.mean == pytest.approx(0.02, abs=1e-3)
     assert found.half_width < 0.002  # the noise of a seed is in both runs
-    assert found.resolution == levels.STATISTICAL_LEAST
+    assert found.resolution == numerics.STATISTICAL_LEAST
     assert str(found).startswith("+2.0% (±0.")
-    apart = levels.paired_difference(plains, unrepeatable(1, range(5, 10)))
+    apart = numerics.paired_difference(plains, unrepeatable(1, range(5, 10)))
     assert apart is not None
     assert abs(apart.mean) < apart.half_width
-    assert levels.paired_difference(plains[:1], plains[:1]) is None
-    assert levels.paired_difference([Numerics(losses=((),) * 5, norms=(None,) * 5)] * 3, plains[:3]) is None
+    assert numerics.paired_difference(plains[:1], plains[:1]) is None
+    assert numerics.paired_difference([Numerics(losses=((),) * 5, norms=(None,) * 5)] * 3, plains[:3]) is None
 
 
 def test_a_gradient_of_another_size_is_seen_where_the_losses_are_too_noisy() -> None:
-    assert "gradient of 0.weight" in str(levels.not_alike(PLAINS, unrepeatable(1, range(5, 8), norm=0.3))[0])
+    assert "gradient of 0.weight" in str(numerics.not_alike(PLAINS, unrepeatable(1, range(5, 8), norm=0.3))[0])
 
 
 def test_nothing_is_shown_by_runs_that_differ_too_much() -> None:
     wild = [run(seed=seed, level=level) for seed, level in ((0, 0.3), (1, 1.0), (2, 2.0))]
-    reason, resolution = levels.not_alike(wild, wild)
+    reason, resolution = numerics.not_alike(wild, wild)
     assert "would not be detected" in str(reason)
     assert resolution is not None
     assert resolution > 0.25
@@ -453,7 +453,7 @@ def test_nothing_recorded() -> None:
 
 def test_losses_that_are_not_finite_show_no_level() -> None:
     undefined = [replace(run, losses=tuple((math.nan,) for _ in run.losses)) for run in PLAINS]
-    reason, seen = levels.not_alike(undefined, undefined)
+    reason, seen = numerics.not_alike(undefined, undefined)
     assert (reason, seen) == ("losses of the script itself are inf or NaN: there is nothing to compare", None)
 
 
@@ -513,12 +513,12 @@ def test_gradients_that_are_not_in_every_step_are_compared_as_a_whole() -> None:
         by_tensor = ((norm, 1.0, 1.0), (norm, 1.0)) * 2
         return [replace(one, by_tensor=by_tensor, norms=(norm,) * STEPS) for one in unrepeatable(1, seeds)]
 
-    assert levels.not_alike(varying(range(3), 1.0), varying(range(5, 8), 1.0))[0] is None
-    assert "x0.00 that of plain runs" in str(levels.not_alike(varying(range(3), 1.0), varying(range(5, 8), 0.0))[0])
+    assert numerics.not_alike(varying(range(3), 1.0), varying(range(5, 8), 1.0))[0] is None
+    assert "x0.00 that of plain runs" in str(numerics.not_alike(varying(range(3), 1.0), varying(range(5, 8), 0.0))[0])
 
 
 def test_runs_with_fewer_gradients_or_steps_are_not_alike() -> None:
     fewer = [replace(one, by_tensor=((1.0, 1.0),) * 4) for one in unrepeatable(1, range(5, 8))]
-    assert levels.not_alike(PLAINS, fewer)[0] == "2 parameters get gradients, 3 in plain runs"
+    assert numerics.not_alike(PLAINS, fewer)[0] == "2 parameters get gradients, 3 in plain runs"
     shorter = [replace(one, losses=one.losses[:30], norms=one.norms[:30]) for one in unrepeatable(1, range(5, 8))]
-    assert levels.not_alike(PLAINS, shorter)[0] == "it ends after 30 steps, plain runs after 40 at least"
+    assert numerics.not_alike(PLAINS, shorter)[0] == "it ends after 30 steps, plain runs after 40 at least"

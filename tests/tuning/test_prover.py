@@ -57,6 +57,7 @@ class Recorded(Prover):
         role: Any = "free",
         nudge: Any = "none",
         nudge_seed: int = 0,
+        nudge_ulps: int = 1,
         gradient_noise: float = 0.0,
         noise_seed: int = 0,
         then: Any = None,

@@ -24,9 +24,8 @@ from flatout.script.replicas.settings import SCRATCH, Settings
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.tuning.devices.basis import Basis
-from flatout.tuning.devices.measuring import exchange_between
-from flatout.tuning.devices.ranks_trial import RanksRefused, RanksTrial
+from flatout.tuning.devices.prediction import exchange_between
+from flatout.tuning.devices.ranks_trial import Basis, RanksRefused, RanksTrial
 from flatout.tuning.devices_proof import DevicesProof
 from flatout.tuning.ranks.job import JobRequest, RanksJob
 from flatout.tuning.results import SearchState

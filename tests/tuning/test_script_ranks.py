@@ -24,7 +24,7 @@ from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded, TrialHangs
 from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.numerics import Numerics
-from flatout.tuning.ranks.answers import as_one
+from flatout.tuning.ranks.group import as_one
 from flatout.tuning.ranks.script import ScriptRanks, ScriptRanksTrial
 from flatout.tuning.script_tuning import TuneRequest, tune_script
 from tests.processes import Python
@@ -168,7 +168,6 @@ def numerics(rank: int, **changed: Any) -> dict[str, Any]:
         "buffer_digest": "b",
         "generator_digest": f"g{rank}",
         "finite": True,
-        "epochs": [],
         "checks": [
             {
                 "step": step,

@@ -27,8 +27,7 @@ from flatout.plan import Plan
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded
 from flatout.torch_private.dispatch import current_dispatch_mode
-from flatout.tuning.step_trial import StepTrials
-from flatout.tuning.step_tuning import _read
+from flatout.tuning.step_tuning import StepTrials, _read
 from flatout.tuning.windows import Arm, Pace, compare_arms
 from tests.tuning import planted_levers as planted
 
@@ -128,7 +127,7 @@ def test_each_planted_lever_goes_for_its_own_reason_and_nothing_of_the_users_mov
 def test_two_trials_take_turns_and_leave_nothing_on(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     other = Choice(Threads(), threads + 1)
-    trials = StepTrials(step=training(), batches=data(), work_folder=tmp_path)
+    trials = StepTrials(step=training(), batches=data(), shared_folder=tmp_path)
     with trials.trial() as first, trials.trial() as second:
         first.start()
         second.start()
@@ -167,11 +166,11 @@ def test_long_first_steps_are_made_once_and_lead_to_the_same_numbers(
             return trial.numerics((), NumericsRequest(steps=5))
 
     batches = data()
-    each = StepTrials(step=training(loss_fn=counted), batches=batches, work_folder=tmp_path)
+    each = StepTrials(step=training(loss_fn=counted), batches=batches, shared_folder=tmp_path)
     wanted = recorded(each)
     assert not each.begun
-    monkeypatch.setattr("flatout.tuning.step_trial.LONG_FIRST_SECONDS", 0.0)
-    once = StepTrials(step=training(loss_fn=counted), batches=batches, work_folder=tmp_path)
+    monkeypatch.setattr("flatout.tuning.step_tuning.LONG_FIRST_SECONDS", 0.0)
+    once = StepTrials(step=training(loss_fn=counted), batches=batches, shared_folder=tmp_path)
     assert recorded(once) == wanted
     assert recorded(once) == wanted  # the first trial has left what it started from as it was
     with once.trial() as later:
@@ -190,7 +189,7 @@ def test_a_step_that_fails_under_a_choice_says_with_what(tmp_path: Path) -> None
         return LOSS(model, batch)
 
     batches = [*data(4), (torch.full((16, 8), -1e6), data()[0][1])]
-    trials = StepTrials(step=training(loss_fn=fails_later), batches=batches, work_folder=tmp_path)
+    trials = StepTrials(step=training(loss_fn=fails_later), batches=batches, shared_folder=tmp_path)
     with trials.trial() as trial:
         trial.start()
         with pytest.raises(TrialEnded) as ended:
@@ -269,7 +268,7 @@ def test_a_subject_is_a_step_or_a_script() -> None:
 def test_a_peak_that_fails_leaves_nothing_that_follows_operations(tmp_path: Path) -> None:
     before = current_dispatch_mode()
     step = training(loss_fn=fails_late)
-    with StepTrials(step=step, batches=data(), work_folder=tmp_path).trial() as trial:
+    with StepTrials(step=step, batches=data(), shared_folder=tmp_path).trial() as trial:
         trial.start()
         with pytest.raises(TrialEnded, match="the script ended"):
             trial.peak([], steps=50)
@@ -340,7 +339,7 @@ def test_the_windows_of_a_turn_are_of_the_same_batches(tmp_path: Path) -> None:
         return loss
 
     batches = [torch.zeros(length, 8) for length in (1, 5, 2, 8, 3, 9, 4, 7)]
-    trials = StepTrials(step=training(loss_fn=as_long_as_its_batch), batches=batches, work_folder=tmp_path)
+    trials = StepTrials(step=training(loss_fn=as_long_as_its_batch), batches=batches, shared_folder=tmp_path)
     other = Choice(Threads(), torch.get_num_threads() + 1)
     with trials.trial() as trial:
         trial.start()

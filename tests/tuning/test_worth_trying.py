@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +11,12 @@ from flatout.levers import allocator
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice, Lever, Saving
 from flatout.levers.observed import ModuleSeen, Observed
-from flatout.script.entry import Target
-from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.search.trial import Trial
 from flatout.statistics import Comparison
 from flatout.tuning.history import History
-from flatout.tuning.proposals import Proposals, SearchLimits
+from flatout.tuning.proposals import Proposals, SearchLimits, saving_per_second, worth_trying
 from flatout.tuning.results import SearchState
-from flatout.tuning.worth_trying import saving_per_second, worth_trying
 from tests.levers.test_catalogue import AMX, CPU, LOADER, ON_GPU, OPTIMIZER, WITH_GPU
 
 STEP = Observed(
@@ -136,7 +132,7 @@ def test_ratios_of_savings() -> None:
     assert Saving(expected=0.5, least=-1.0, most=1.0).ratios == (0.5, 2.0, 1000.0)
 
 
-def test_another_value_of_what_is_kept_may_undo_what_that_saved(tmp_path: Path) -> None:
+def test_another_value_of_what_is_kept_may_undo_what_that_saved() -> None:
     """Predictions are against the plain step; at worst it is that step again."""
     fused, foreach = Choice(lever("optimizer"), "fused"), Choice(lever("optimizer"), "foreach")
     faster = Comparison(ratio=1.3, low=1.2, high=1.4, confidence=0.95, pairs=20, verdict="faster")
@@ -148,12 +144,11 @@ def test_another_value_of_what_is_kept_may_undo_what_that_saved(tmp_path: Path) 
         reason="faster",
         comparison=faster,
     )
-    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
 
     def saving(*kept: Choice) -> Saving:
         state = SearchState(kept=[*kept], trials=[trial], first_observed=STEP, observed=STEP)
         limits = SearchLimits(deadline=Deadline(1.0))
-        return Proposals(LEVERS, CPU, state, limits, setup, History()).saving(foreach)
+        return Proposals(LEVERS, CPU, state, limits, "script", History(), lambda choices: 0.0).saving(foreach)
 
     assert saving().least == pytest.approx(-0.1)
     assert saving(fused).expected <= 0.0

@@ -30,8 +30,8 @@ from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.statistics import median
+from flatout.tuning.proposals import COMPARISON_SECONDS
 from flatout.tuning.windows import Arm, Pace, compare_arms
-from flatout.tuning.worth_trying import COMPARISON_SECONDS
 
 SCRIPT = Path(__file__).with_name("train.py")
 GAINS = (0.0, 0.05, 0.1, 0.3)

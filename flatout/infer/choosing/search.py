@@ -11,23 +11,33 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from flatout.errors import describe_error
 from flatout.infer.choosing.closeness import ROUNDING_ERROR, Accuracy, Tolerance
-from flatout.infer.choosing.in_turns import Turns, in_turns
 from flatout.levers.break_even import Counted
+from flatout.levers.observed import Observed
+from flatout.levers.threads import Threads
+from flatout.machine.description import Machine
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.plan_choices import ChoiceValue, Exactness, allowed, declared, worst
 from flatout.search.deadline import Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Record
-from flatout.statistics import Comparison
-from flatout.timing import Clock
+from flatout.sequential import FAR_SLOWER_PAIRS, LOOKS, compare_so_far, is_decided, pair_of_turns
+from flatout.statistics import Comparison, median
+from flatout.timing import Clock, interleave
 from flatout.units import format_seconds
+
+if TYPE_CHECKING:
+    from flatout.infer.choosing.tuned_generation import GeneratingRunner, TunedGeneration
+    from flatout.infer.choosing.tuned_prediction import PredictingRunner, TunedPrediction
+
+    Subject: TypeAlias = TunedGeneration | TunedPrediction
+    Runner: TypeAlias = GeneratingRunner | PredictingRunner
 
 LEAST_GAIN: dict[Exactness, float] = {"bit-identical": 0.01, "rounding": 0.01, "reduced": 0.03}
 """Fewer bits must gain more than 1 %."""
@@ -39,6 +49,13 @@ LEAST_COMPILE_SECONDS = 5.0
 CHOICE_SECONDS = 20.0
 FINAL_SHARE = 0.12
 """Share of the budget reserved for the final comparison."""
+WINDOW_SECONDS, PAIR_SECONDS = 0.03, 0.15
+"""Shorter runs are repeated within a window, and shorter windows taken in turns within a pair: see
+`flatout.sequential.pair_of_turns`."""
+MOST_RUNS = 200
+MOST_TURNS = 6
+FINAL_LOOKS = LOOKS[LOOKS.index(6) :]
+"""Fewer pairs decide, but their intervals are wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,38 +83,10 @@ class Option:
         return make(**chosen, reasons={name: why for name, why in plan.reasons.items() if name in chosen})
 
 
-class Runner(Protocol):
-    """The model made ready under one plan."""
-
-    @property
-    def notes(self) -> Sequence[str]: ...
-
-    def first(self) -> str:
-        """Run the sample once, compiling what there is to compile. Returns what keeps the plan from being carried
-        out; '' if it is."""
-        ...
-
-    def run(self) -> object:
-        """Run the sample: what is timed."""
-        ...
-
-    def judge(self) -> Accuracy:
-        """Its outputs against fp32."""
-        ...
-
-    def share(self) -> str:
-        """In words: the share that a run reaches of the limit that binds."""
-        ...
-
-
-class Subject(Protocol):
-    """What is tuned: a model with a sample of its inputs."""
-
-    unit: str
-    count: int
-    """Items in a run."""
-
-    def make(self, plan: Plan) -> Runner: ...
+def thread_options(machine: Machine) -> list[Option]:
+    """Numbers of threads worth trying on this CPU."""
+    seen = Observed(device="cpu", threads=torch.get_num_threads())
+    return [Option(label=f"{n} threads", choices={"threads": n}) for n in Threads().applies(machine, seen).values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +104,11 @@ UNJUDGED = Accuracy(error=math.inf, largest_error=math.inf)
 
 @dataclass
 class Made:
-    """A runner, what making it cost, and how near it is to fp32."""
+    """The model made ready under one plan, what that cost, and how near it is to fp32.
+
+    A runner's `first` runs the sample once, compiling what there is to compile, and says what keeps the plan from being
+    carried out ('' = it is); `run` is what is timed; `judge` compares its outputs with fp32.
+    """
 
     plan: Plan
     runner: Runner
@@ -140,13 +133,15 @@ class InferenceSearch(Search[Option]):
         limits: Limits,
         progress: Progress = lambda text: None,
         clock: Clock = time.perf_counter,
+        deadline: Deadline | None = None,
     ) -> None:
-        deadline = Deadline(limits.seconds, clock=clock).reserving(FINAL_SHARE * limits.seconds)
+        deadline = (deadline or Deadline(limits.seconds, clock=clock)).reserving(FINAL_SHARE * limits.seconds)
         super().__init__(Record(), deadline, progress)
         self.counted = Counted(
             unit=f"{subject.unit}s", unknown="how many will be served is unknown: items=", known="there are"
         )
-        self.subject, self.options, self.limits = subject, options, limits
+        self.subject, self.limits = subject, limits
+        self._options = {option.label: option for option in options}
         self.final: Turns | None = None
         """The new plan in turns with the given one; None where nothing was kept."""
         self._base, self._clock = base, clock
@@ -175,23 +170,20 @@ class InferenceSearch(Search[Option]):
     # what is proposed
 
     def names(self) -> Sequence[str]:
-        return [option.label for option in self.options]
+        return list(self._options)
 
     def proposal(self, name: str) -> Proposal[Option]:
-        option = self._option(name)
+        option = self._options[name]
         reason = self._refusal(option)
         return Proposal(label=name, candidates=() if reason else (option,), reason=reason)
 
     def after_proposal(self, name: str) -> None:
         """An option that cannot be combined with a kept choice may be better than it."""
-        option = self._option(name)
+        option = self._options[name]
         held = [field for field in option.instead_of if field in self.current.plan.choices()]
         if held and self._obstructed is option:
             label = f"{option.label} without {' and '.join(held)}"
             self._try(replace(option, label=label, replaces=(*option.replaces, *held)))
-
-    def _option(self, name: str) -> Option:
-        return next(option for option in self.options if option.label == name)
 
     def _refusal(self, option: Option) -> str:
         if not allowed(option.exactness, self.limits.exactness):
@@ -224,7 +216,8 @@ class InferenceSearch(Search[Option]):
             return replace(self._judge(tried, made), notes=tuple(made.runner.notes))
         except Exception as error:  # the model is not ours, nor are torch's kernels: whatever it is, the choice failed
             self._obstructed = tried[-1]
-            return Measured(outcome="failed", reason=_said(error))
+            what = describe_error(error)
+            return Measured(outcome="failed", reason=f"out of memory ({what})" if is_out_of_memory(error) else what)
 
     def on_kept(self, wanted: Sequence[Option], tried: Sequence[Option]) -> None:
         assert self._made_last is not None
@@ -334,6 +327,60 @@ class InferenceSearch(Search[Option]):
             self.state.kept, self.current, self.final = [], self.plain, None
 
 
-def _said(error: BaseException) -> str:
-    what = describe_error(error)
-    return f"out of memory ({what})" if is_out_of_memory(error) else what
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What the windows gave, in seconds of one run of the sample."""
+
+    comparison: Comparison
+    baseline_seconds: float
+    candidate_seconds: float
+
+
+def in_turns(
+    baseline: Callable[[], object],
+    candidate: Callable[[], object],
+    *,
+    seconds: float,
+    least_gain: float = 0.01,
+    final: bool = False,
+    clock: Clock = time.perf_counter,
+) -> Turns:
+    """Compare the two, both already warm. `seconds` bounds it once there are enough pairs for a verdict.
+
+    final: never stop early for futility, since the ratio itself is reported.
+    """
+    began = clock()
+    runs, turns = _runs_and_turns(candidate, clock)
+    pairs: list[tuple[float, float]] = []
+    functions = {"baseline": _repeated(baseline, runs), "candidate": _repeated(candidate, runs)}
+    for look in FINAL_LOOKS if final else (FAR_SLOWER_PAIRS, *LOOKS):
+        found = interleave(functions, turns * (look - len(pairs)), warmup=0, clock=clock)
+        ours, theirs = ([one / runs for one in found[name].samples_seconds] for name in ("baseline", "candidate"))
+        taken = list(zip(ours, theirs, strict=True))
+        pairs += [pair_of_turns(taken[at : at + turns]) for at in range(0, len(taken), turns)]
+        if is_decided(pairs, least_gain=least_gain, stop_if_futile=not final):
+            break
+        if clock() - began > seconds and look >= LOOKS[0]:
+            break
+    return Turns(
+        comparison=compare_so_far(pairs, least_gain=least_gain),
+        baseline_seconds=median([ours for ours, _ in pairs]),
+        candidate_seconds=median([theirs for _, theirs in pairs]),
+    )
+
+
+def _runs_and_turns(run: Callable[[], object], clock: Clock) -> tuple[int, int]:
+    """How many runs a window has, and how many windows of each a pair."""
+    start = clock()
+    run()
+    seconds = max(clock() - start, 1e-9)
+    runs = max(1, min(MOST_RUNS, round(WINDOW_SECONDS / seconds)))
+    return runs, max(1, min(MOST_TURNS, round(PAIR_SECONDS / (runs * seconds))))
+
+
+def _repeated(run: Callable[[], object], runs: int) -> Callable[[], object]:
+    def window() -> None:
+        for _ in range(runs):
+            run()
+
+    return window

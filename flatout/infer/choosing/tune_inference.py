@@ -10,34 +10,144 @@ is left out, with its reason.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from torch import nn
 from torch.types import Device
 
 from flatout.arguments import as_exactness, as_model, as_plan, as_seconds, as_whole_number
 from flatout.errors import UsageError
-from flatout.infer.choosing.closeness import Tolerance
-from flatout.infer.choosing.search import InferenceSearch, Limits
+from flatout.infer.choosing.closeness import Accuracy, Tolerance
+from flatout.infer.choosing.search import InferenceSearch, Limits, Option
 from flatout.infer.choosing.tuned_generation import TunedGeneration
 from flatout.infer.choosing.tuned_prediction import TunedPrediction
-from flatout.infer.choosing.tuning import InferenceTuning, Task
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.left_unchanged import left_unchanged
 from flatout.infer.tokenizer_source import Tokenizer
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
+from flatout.notebook_tables import ShownAsText
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, worst
+from flatout.search.deadline import Deadline
+from flatout.search.lines import (
+    BudgetOption,
+    not_tried_lines,
+    nothing_found,
+    ratio_text,
+    reach_lines,
+    seconds_argument,
+    trial_lines,
+)
 from flatout.search.search import stopped_by_interrupt
+from flatout.search.trial import Record, Trial
+from flatout.statistics import Comparison
 from flatout.timing import LoadWatch
+from flatout.units import format_seconds, labelled
 
+Task = Literal["predict", "generate"]
 FEW_ANSWERS = 100
-_Tuned = TunedGeneration | TunedPrediction
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class InferenceTuning(ShownAsText):
+    """The plan, and the evidence for it."""
+
+    plan: Plan
+    """To save, or to pass to `predict` or TokenGenerator."""
+    task: Task
+    task_reason: str
+    model: str
+    """Its class."""
+    unit: str
+    """What a time refers to: "item" or "prompt"."""
+    sample: str
+    """What was measured, in words."""
+    state: Record[Option]
+    """What was tried, and what was not and why."""
+    tolerance: Tolerance
+    items: int | None
+    """How many will be served; None: unknown."""
+    plain_seconds: float
+    """One item, under the plan that was given (or none)."""
+    chosen_seconds: float
+    """One item under the new plan, in windows that alternated with plain ones."""
+    comparison: Comparison | None
+    """Of those windows; None where nothing was kept."""
+    plain_accuracy: Accuracy
+    """Of the unchanged model, against fp32."""
+    accuracy: Accuracy
+    """Under the new plan."""
+    share: str
+    """Share of the binding limit that the new plan reaches, in words."""
+    machine_fingerprint: str
+    machine_name: str
+    torch_version: str | None
+    budget_seconds: float
+    seconds: float
+    """Of the whole tuning."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        return tuple(self.state.trials)
+
+    @property
+    def kept(self) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.outcome == "kept")
+
+    def summary(self, option: BudgetOption = seconds_argument) -> str:
+        """One screen. option: how a larger budget is given."""
+        rows = [("model", f"{self.model} · {self.task}: {self.task_reason}"), ("sample", self.sample)]
+        rows += labelled("tried", trial_lines(self.trials))
+        rows += labelled("not tried", not_tried_lines(self.state.not_tried))
+        rows += labelled("result", [*self._result(option), *reach_lines(self.state, option)])
+        rows += labelled("note", list(self.notes))
+        return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _result(self, option: BudgetOption) -> list[str]:
+        if self.comparison is None:
+            found = nothing_found(self.state, self.budget_seconds, option)
+            return [f"{found}: {format_seconds(self.plain_seconds)} per {self.unit} as it is", self.share]
+        chosen = ", ".join(f"{name} = {value}" for name, value in self.plan.choices().items())
+        times = f"{format_seconds(self.plain_seconds)} -> {format_seconds(self.chosen_seconds)} per {self.unit}"
+        speed = f"{ratio_text(self.comparison)} ({times}, {self.comparison.pairs} pairs of windows)"
+        return [chosen, speed, self.share, f"against fp32: {self.accuracy}"]
+
+    def to_json(self) -> dict[str, object]:
+        """Everything but the plan's reasons, which are the trials'."""
+        return {
+            "task": self.task,
+            "task_reason": self.task_reason,
+            "model": self.model,
+            "unit": self.unit,
+            "sample": self.sample,
+            "plan": self.plan.choices(),
+            "exactness": self.plan.exactness,
+            "speedup": self.plan.speedup,
+            "trials": [trial.to_json() for trial in self.trials],
+            "not_tried": [entry.to_json() for entry in self.state.not_tried],
+            "budget_seconds": self.budget_seconds,
+            "tolerance": self.tolerance.to_json(),
+            "items": self.items,
+            "plain_seconds": self.plain_seconds,
+            "chosen_seconds": self.chosen_seconds,
+            "comparison": None if self.comparison is None else self.comparison.to_json(),
+            "plain_accuracy": self.plain_accuracy.to_json(),
+            "accuracy": self.accuracy.to_json(),
+            "share": self.share,
+            "machine_fingerprint": self.machine_fingerprint,
+            "machine_name": self.machine_name,
+            "torch_version": self.torch_version,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
 
 
 def tune_inference(
@@ -76,9 +186,11 @@ def tune_inference(
     dropped trial; Ctrl-C ends the search with the results so far. Raises UsageError for an argument or a sample that
     cannot be used, and what the model itself raises.
     """
-    began, why = time.perf_counter(), "as asked"
+    why = "as asked"
     _check(model, task, plan, exactness, seconds)
+    deadline = Deadline(seconds)
     items = None if items is None else as_whole_number(items, "items")
+    max_new_tokens = as_whole_number(max_new_tokens, "max_new_tokens")
     tolerance = Tolerance(max_error=max_error, min_agreement=min_agreement, max_divergence=max_divergence)
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
@@ -87,7 +199,7 @@ def tune_inference(
     with left_unchanged(model):
         say("running the model as it is, and in fp32")
         if task == "generate":
-            subject: _Tuned = TunedGeneration(
+            subject: TunedGeneration | TunedPrediction = TunedGeneration(
                 model,
                 sample_inputs,
                 base=base,
@@ -105,13 +217,12 @@ def tune_inference(
                 device=device,
                 scores=scores,
             )
-        left = seconds - (time.perf_counter() - began)
-        limits = Limits(seconds=left, exactness=exactness, tolerance=tolerance, items=items)
-        search = InferenceSearch(subject, base, subject.options(machine), limits, say)
+        limits = Limits(seconds=seconds, exactness=exactness, tolerance=tolerance, items=items)
+        search = InferenceSearch(subject, base, subject.options(machine), limits, say, deadline=deadline)
         with stopped_by_interrupt(search.stop, say):
             search.run()
-    doubts, took = _doubts(search, load), time.perf_counter() - began
-    found = _tuning(search, subject, model, (task, why), machine, budget_seconds=seconds, seconds=took)
+    doubts, took = _doubts(search, load), deadline.elapsed_seconds
+    found = _tuning(search, (task, why), machine, budget_seconds=seconds, seconds=took)
     return replace(found, notes=(*subject.notes, *doubts), plan=_with_reasons(found, doubts))
 
 
@@ -164,24 +275,16 @@ def _doubts(search: InferenceSearch, load: LoadWatch) -> list[str]:
 
 
 def _tuning(
-    search: InferenceSearch,
-    subject: _Tuned,
-    model: nn.Module,
-    task: tuple[Task, str],
-    machine: Machine,
-    *,
-    budget_seconds: float,
-    seconds: float,
+    search: InferenceSearch, task: tuple[Task, str], machine: Machine, *, budget_seconds: float, seconds: float
 ) -> InferenceTuning:
+    subject, final = search.subject, search.final
     count = subject.count
-    final = search.final
     plain = final.baseline_seconds / count if final else search.plain.usual_seconds / count
-    accuracy = search.current.accuracy
     return InferenceTuning(
         plan=search.current.plan,
         task=task[0],
         task_reason=task[1],
-        model=type(model).__name__,
+        model=type(subject.model).__name__,
         unit=subject.unit,
         sample=subject.sample,
         state=search.state,
@@ -192,7 +295,7 @@ def _tuning(
         chosen_seconds=final.candidate_seconds / count if final else plain,
         comparison=None if final is None else final.comparison,
         plain_accuracy=search.plain.accuracy,
-        accuracy=accuracy,
+        accuracy=search.current.accuracy,
         share=search.current.runner.share(),
         machine_fingerprint=machine.fingerprint,
         machine_name=machine.cpu.name,

@@ -13,16 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from flatout.infer.choosing.closeness import Accuracy, Closeness
-from flatout.infer.choosing.search import Option
-from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.choosing.search import Option, thread_options
+from flatout.infer.generation.cache import CachedEngine
 from flatout.infer.generation.generated import Generation
-from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.generation.token_generator import TokenGenerator
-from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.infer.tokenizer_source import Tokenizer
-from flatout.levers.observed import Observed
-from flatout.levers.threads import Threads
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 
@@ -78,18 +74,14 @@ class TunedGeneration:
 
     def options(self, machine: Machine) -> list[Option]:
         """First what changes no product, then fewer and fewer bits: each must beat the one before it."""
-        found = []
-        if self.device.type == "cpu":
-            seen = Observed(device="cpu", threads=torch.get_num_threads())
-            for value in Threads().applies(machine, seen).values:
-                found.append(Option(label=f"{value} threads", choices={"threads": value}))
+        on_cpu = self.device.type == "cpu"
         lookup = Option(label="lookup of guesses", choices={"speculation": "lookup"})
         bf16 = Option(label="bf16", choices={"precision": "bf16"})
         fewer = [
             Option(label=f"{bits} weights", choices={"weights": bits}, replaces=("precision",))
-            for bits in (("int8", "int4") if self.device.type == "cpu" else ())  # CUDA has no kernels that read them
+            for bits in (("int8", "int4") if on_cpu else ())  # CUDA has no kernels that read them
         ]
-        return [*found, lookup, bf16, *fewer]
+        return [*(thread_options(machine) if on_cpu else []), lookup, bf16, *fewer]
 
     def judge(self, generator: TokenGenerator) -> Accuracy:
         closeness = Closeness()
@@ -103,14 +95,13 @@ class TunedGeneration:
             exact = plain
         else:
             exact = TokenGenerator(self.model, Plan(precision="fp32"))
-        own = exact.generate(self.prompts, max_new_tokens=wanted, temperature=0.0).tokens
+        own = exact.generate(self.prompts, max_new_tokens=wanted, stop=[], temperature=0.0).tokens
         left = LOGITS_BYTES // (4 * exact.decoder.vocabulary)
         each = max(1, left // self.count)
         found = []
         for prompt, made in zip(self.prompts, own, strict=True):
-            text = [*prompt, *made[: each - 1]][
-                : exact.decoder.max_tokens
-            ]  # the last token may be beyond what it reads
+            text = [*prompt, *made[: each - 1]]
+            text = text[: exact.decoder.max_tokens]  # the last token may be beyond what it reads
             found.append((text, len(prompt) - 1, _logits(exact, text)[len(prompt) - 1 :]))
         return found
 
@@ -127,16 +118,13 @@ class GeneratingRunner:
         return ""
 
     def share(self) -> str:
-        made = self._generate()
+        made = self.run()
         return f"decoding {made.decode_share}, prompts {made.prefill_share}"
 
-    def run(self) -> object:
-        return self._generate()
-
-    def _generate(self) -> Generation:
+    def run(self) -> Generation:
         # Greedy and to the last token, whatever the text and the model's settings say: all ways do the same work.
         return self.generator.generate(
-            self._subject.prompts, max_new_tokens=self._subject.tokens, ignore_end=True, temperature=0.0
+            self._subject.prompts, max_new_tokens=self._subject.tokens, ignore_end=True, stop=[], temperature=0.0
         )
 
     def judge(self) -> Accuracy:
@@ -146,13 +134,8 @@ class GeneratingRunner:
 def _logits(generator: TokenGenerator, text: list[int]) -> Tensor:
     """fp32 [tokens, vocabulary] on the CPU: what the engine says after every token of the text."""
     engine = generator.engine
-    assert isinstance(engine, NativeDecoder | TorchDecoder), "a generator with a decoder has one of these"
-    dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
-    cache = KeyValueCache(engine.decoder, slots=1, length=len(text), dtype=dtype, device=engine.device)
-    with torch.no_grad():
-        tokens = torch.tensor(text, device=engine.device)
-        logits = engine.with_cache(cache).advance(tokens, [Span(slot=0, start=0, length=len(text))], every=True)
-    return logits.detach().float().cpu().clone()
+    assert isinstance(engine, CachedEngine), "a generator with a decoder has one"
+    return engine.logits(torch.tensor(text, device=engine.device)).cpu()
 
 
 def _affordable(
@@ -162,7 +145,7 @@ def _affordable(
 
     def seconds(tokens: int) -> float:
         start = time.perf_counter()
-        plain.generate(prompts, max_new_tokens=tokens, ignore_end=True, temperature=0.0)
+        plain.generate(prompts, max_new_tokens=tokens, ignore_end=True, stop=[], temperature=0.0)
         return time.perf_counter() - start
 
     seconds(1)

@@ -12,16 +12,14 @@ from torch.types import Device
 
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Accuracy, Closeness, scores_of
-from flatout.infer.choosing.search import Option
+from flatout.infer.choosing.search import Option, thread_options
 from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.calling import calling_of
 from flatout.infer.prediction.linear import LEAST_WEIGHTS
-from flatout.infer.prediction.predict import Predictor
+from flatout.infer.prediction.predict import Predictor, as_inputs
 from flatout.infer.prediction.predicted import Failed
 from flatout.infer.prediction.samples import read_sample
 from flatout.levers.compile import repeated_blocks
-from flatout.levers.observed import Observed
-from flatout.levers.threads import Threads
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.torch_private.modules import BatchNorm
@@ -57,12 +55,14 @@ class TunedPrediction:
         self.model, self.base = model, base
         self._batch_size, self._device = batch_size, device
         self.notes: list[str] = []
-        given = _listed(inputs)
+        given = list(islice(as_inputs(inputs, "sample_inputs"), MOST_ITEMS))
+        if not given:
+            raise UsageError("there are no sample inputs", limit="choices are measured on them", remedy="pass some")
         plain = self._predictor(base)
-        usable, seconds_each, output_bytes = _measured(plain, given)
-        self.inputs = _spread(usable, max(1, int(budget_seconds * TIMED_SHARE / seconds_each)))
+        seconds_each, output_bytes = _measured(plain, given)
+        self.inputs = _spread(given, max(1, int(budget_seconds * TIMED_SHARE / seconds_each)))
         judged = min(budget_seconds * JUDGED_SHARE / seconds_each, OUTPUT_BYTES / max(output_bytes, 1))
-        self._judged = self.inputs if judged <= len(self.inputs) else _spread(usable, int(judged))
+        self._judged = self.inputs if judged <= len(self.inputs) else _spread(given, int(judged))
         if judged < len(self.inputs):
             self._judged = _spread(self.inputs, max(1, int(OUTPUT_BYTES / max(output_bytes, 1))))
         self.count = len(self.inputs)
@@ -101,14 +101,12 @@ class TunedPrediction:
         convolutions = any(isinstance(one, nn.Conv2d) for one in self.model.modules())
         norms = any(isinstance(one, BatchNorm) for one in self.model.modules())
         linears = any(type(one) is nn.Linear and one.weight.numel() >= LEAST_WEIGHTS for one in self.model.modules())
-        found = [] if cuda else self._threads(machine)
+        found = [] if cuda else thread_options(machine)
         found += self._batches(cuda)
         if norms:
-            label = "batch norms folded"
-            found.append(Option(label=label, choices={"fold_batch_norm": True}))
+            found.append(Option(label="batch norms folded", choices={"fold_batch_norm": True}))
         if convolutions:
-            label = "channels_last"
-            found.append(Option(label=label, choices={"memory_format": label}))
+            found.append(Option(label="channels_last", choices={"memory_format": "channels_last"}))
         if cuda and own == "fp32":
             found.append(Option(label="TF32", choices={"matmul_precision": "high"}))
         for name in ("bf16", "fp16") if cuda else ("bf16",):
@@ -118,8 +116,7 @@ class TunedPrediction:
             both = {"weights": "int8", "activations": "int8"}
             found.append(Option(label="int8 weights and activations", choices=both))
         if linears and not cuda:  # refused on CUDA, which has no kernel that reads them
-            narrow = Option(label="int8 weights", choices={"weights": "int8"}, unless=("activations",))
-            found.append(narrow)
+            found.append(Option(label="int8 weights", choices={"weights": "int8"}, unless=("activations",)))
         return [*found, *self._compiled(cuda)]
 
     def judge(self, predictor: Predictor) -> Accuracy:
@@ -141,22 +138,15 @@ class TunedPrediction:
     def _predictor(self, plan: Plan) -> Predictor:
         return Predictor(self.model, plan, batch_size=self._batch_size, device=self._device)
 
-    def _threads(self, machine: Machine) -> list[Option]:
-        seen = Observed(device="cpu", threads=torch.get_num_threads())
-        values = Threads().applies(machine, seen).values
-        return [Option(label=f"{n} threads", choices={"threads": n}) for n in values]
-
     def _batches(self, cuda: bool) -> list[Option]:
         """How ragged inputs are put together; those of fixed size go in batches of the caller's size."""
         if len(set(self.lengths)) < 2:
             return []
-        ways = ("padded", "equal")
-        found = [Option(label=f"{way} batches", choices={"batching": way}) for way in ways]
+        found = [Option(label=f"{way} batches", choices={"batching": way}) for way in ("padded", "equal")]
         total, usual = sum(self.lengths), 16384 if cuda else 2048
         for size in (usual // 4, usual // 2, usual * 2, usual * 4):
             if min(size, usual) < total:  # else all is one batch either way
-                label = f"batches of {size} tokens"
-                found.append(Option(label=label, choices={"batch_tokens": size}))
+                found.append(Option(label=f"batches of {size} tokens", choices={"batch_tokens": size}))
         return found
 
     def _compiled(self, cuda: bool) -> list[Option]:
@@ -174,13 +164,11 @@ class TunedPrediction:
         usable = [one for one in self._reference if not isinstance(one, Failed)]
         if not usable:
             failed = next(one for one in self._reference if isinstance(one, Failed))
-            what = f"no sample input has an output in fp32: {failed.what}"
-            raise UsageError(what, limit=failed.limit, remedy=failed.remedy)
+            raise failed.error("no sample input has an output in fp32")
         first = usable[0]
         numbers = {path: leaf for path, leaf in first.items() if leaf.is_floating_point()}
-        guess, why = scores_of(
-            list(numbers), [leaf.shape for leaf in numbers.values()], calling_of(self.model).vocabulary
-        )
+        shapes = [leaf.shape for leaf in numbers.values()]
+        guess, why = scores_of(list(numbers), shapes, calling_of(self.model).vocabulary)
         if asked is None:
             return guess, why
         return asked, "the outputs are scores of answers" if asked else "the outputs are numbers, not scores of answers"
@@ -222,32 +210,18 @@ class PredictingRunner:
         return f"{figures.share_of_ceiling:.0%} of matrix products in {figures.ceiling_dtype}"
 
 
-def _listed(inputs: object) -> list[object]:
-    if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not hasattr(inputs, "__iter__"):
-        inputs = [inputs[place] for place in range(min(len(inputs), MOST_ITEMS))]  # a map-style dataset
-    if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__iter__"):
-        limit = "it is an iterable of inputs, each without a batch dimension"
-        raise UsageError(f"sample_inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")
-    given = list(islice(inputs, MOST_ITEMS))
-    if not given:
-        raise UsageError("there are no sample inputs", limit="choices are measured on them", remedy="pass some")
-    return given
-
-
-def _measured(plain: Predictor, given: list[object]) -> tuple[list[object], float, float]:
-    """(inputs that can be used, seconds of one, bytes of its output), from a few of them."""
+def _measured(plain: Predictor, given: list[object]) -> tuple[float, float]:
+    """(seconds of one, bytes of its output), from a few of them. UsageError where none can be used."""
     few = _spread(given, FIRST_ITEMS)
     results = plain(few).collect()
     failed = [one for one in results if isinstance(one, Failed)]
     if len(failed) == len(results):
-        raise UsageError(
-            f"no sample input can be used: {failed[0].what}", limit=failed[0].limit, remedy=failed[0].remedy
-        )
+        raise failed[0].error("no sample input can be used")
     start = time.perf_counter()
     plain(few).collect()
     seconds = (time.perf_counter() - start) / len(few)
     sizes = [sum(leaf.nbytes for _, leaf in output_tensors(one)) for one in results if not isinstance(one, Failed)]
-    return given, max(seconds, 1e-9), max(sizes)
+    return max(seconds, 1e-9), max(sizes)
 
 
 def _lengths(plain: Predictor, inputs: list[object]) -> list[int]:

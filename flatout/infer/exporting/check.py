@@ -7,8 +7,7 @@ order of summation costs a few units in the last place, a dropped term far more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +18,7 @@ from flatout.errors import UsageError
 from flatout.infer.exporting.fresh_inputs import Example, with_sizes
 from flatout.infer.exporting.plain_outputs import named_tensors
 from flatout.infer.exporting.report import Dynamic, ExportCheck, ExportFailure, NotExported
-from flatout.infer.exporting.size_ranges import Ranges
-from flatout.infer.exporting.trace import failure_of, first_words
+from flatout.infer.exporting.trace import Ranges, failure_of, first_words
 from flatout.infer.user_lines import user_line
 from flatout.tensor_bytes import bytes_view
 
@@ -119,8 +117,7 @@ def further_samples(
     inside: list[Sample] = []
     past: list[Beyond] = []
     for found in ranges.found:
-        usual = example.batch if found.name == "batch" else example.length
-        assert usual is not None, "a size that varies is one of the example's"
+        usual = example.sizes[found.name]
         far = FAR * usual + 3
         for size in dict.fromkeys((found.smallest or 1, far if found.largest is None else found.largest)):
             if size != usual and _affordable(example, found.name, size / usual, seconds):
@@ -140,10 +137,9 @@ def _beyond(model: nn.Module, example: Example, name: str, size: int, dynamic: D
 
 def beyond_of(sample: Sample, example: Example, ranges: Ranges) -> Beyond:
     """A sample for which the trace does not hold."""
-    both = {"batch": (sample.example.batch, example.batch), "length": (sample.example.length, example.length)}
-    named = {name: size for name, (size, _) in both.items() if size is not None}
-    name = next((name for name, (size, usual) in both.items() if size != usual), "batch")
-    return Beyond(name=name, size=named[name], why=ranges.why_not(named), sample=sample, call=sample.example)
+    sizes = sample.example.sizes
+    name = next((name for name, size in sizes.items() if size != example.sizes[name]), "batch")
+    return Beyond(name=name, size=sizes[name], why=ranges.why_not(sizes), sample=sample, call=sample.example)
 
 
 def _affordable(example: Example, name: str, times: float, seconds: float) -> bool:
@@ -156,8 +152,7 @@ def split_by(samples: list[Sample], ranges: Ranges) -> tuple[list[Sample], list[
     """Those for which the trace holds, and the others."""
 
     def holds(sample: Sample) -> bool:
-        sizes = {"batch": sample.example.batch, "length": sample.example.length}
-        return not ranges.why_not({name: size for name, size in sizes.items() if size is not None})
+        return not ranges.why_not(sample.example.sizes)
 
     return [one for one in samples if holds(one)], [one for one in samples if not holds(one)]
 
@@ -180,18 +175,13 @@ def verify_past(run: Runner, beyond: Beyond, tolerance: float | None, notes: lis
             _close(x, y.to(x.device), tolerance)[0] for (_, x), (_, y) in pairs
         ):
             return False
-    raise NotExported(
-        ExportFailure(
-            what=f"at {at} the file gives other results than the module, without an error",
-            limit=f"forward branches on sizes, its trace holds where {_bound(beyond)}, and files of this format do not "
-            "check sizes",
-            remedy="use pt2, which does, or move the branch out of forward",
-        )
+    where = beyond.why or f"{beyond.name} is not {beyond.size}"
+    failure = ExportFailure(
+        what=f"at {at} the file gives other results than the module, without an error",
+        limit=f"forward branches on sizes, its trace holds where {where}, and files of this format do not check sizes",
+        remedy="use pt2, which does, or move the branch out of forward",
     )
-
-
-def _bound(beyond: Beyond) -> str:
-    return beyond.why or f"{beyond.name} is not {beyond.size}"
+    raise NotExported(failure)
 
 
 def _sizes(example: Example, dynamic: Dynamic) -> list[dict[str, int]]:
@@ -255,29 +245,28 @@ def check_same_twice(model: nn.Module, sample: Sample) -> None:
         raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy))
 
 
-def verify(run: Runner, samples: list[Sample], tolerance: float | None) -> tuple[ExportCheck, ...]:
-    """The file against the module on every sample, in order. Raises NotExported where one differs by too much."""
-    return tuple(_checked(run, sample, tolerance) for sample in samples)
-
-
-def _checked(run: Runner, sample: Sample, tolerance: float | None) -> ExportCheck:
+def checked(run: Runner, sample: Sample, tolerance: float | None) -> ExportCheck:
+    """The file against the module on one sample. Raises NotExported where they differ by too much."""
     call = copied(sample.example)
-    with _context(sample):
+    try:
         outputs = tuple(named_tensors(run(call.args, call.kwargs)))
+    except Exception as error:  # the runtime's own kinds
+        failure = failure_of(error)
+        limit = "the file does not run where the module does"
+        what = f"{_size_of(sample)}, the file fails: {failure.what}"
+        raise NotExported(ExportFailure(what=what, limit=limit, remedy=failure.remedy)) from error
     if len(outputs) != len(sample.outputs):
-        raise NotExported(
-            _differs(sample, f"the file returns {len(outputs)} tensors, the module {len(sample.outputs)}")
-        )
+        raise _differs(sample, f"the file returns {len(outputs)} tensors, the module {len(sample.outputs)}")
     largest_difference, largest_output, same = 0.0, 0.0, True
     for (name, expected), (_, got) in zip(sample.outputs, outputs, strict=True):
         if got.shape != expected.shape or got.dtype != expected.dtype:
             kinds = f"{got.dtype} {list(got.shape)} for {expected.dtype} {list(expected.shape)}"
-            raise NotExported(_differs(sample, f"{name} is {kinds}"))
+            raise _differs(sample, f"{name} is {kinds}")
         got = got.to(expected.device)
         close, difference, largest, allowed = _close(expected, got, tolerance)
         if not close:
             what = f"{name} differs by {difference:.3g} where at most {allowed:.3g} is allowed"
-            raise NotExported(_differs(sample, what))
+            raise _differs(sample, what)
         same = same and torch.equal(bytes_view(expected), bytes_view(got))
         largest_difference, largest_output = max(largest_difference, difference), max(largest_output, largest)
     return ExportCheck(
@@ -294,7 +283,8 @@ def _close(expected: Tensor, got: Tensor, tolerance: float | None) -> tuple[bool
     """Whether it is close, the largest difference, the largest finite expected value, and the allowed difference."""
     if expected.is_complex():
         expected, got = torch.view_as_real(expected), torch.view_as_real(got)
-    share = (TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance) if _inexact(expected) else 0.0
+    inexact = expected.is_floating_point()
+    share = (TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance) if inexact else 0.0
     a, b = expected.double(), got.double()
     finite = a.isfinite()
     largest = float(a[finite].abs().max()) if bool(finite.any()) else 0.0
@@ -302,31 +292,15 @@ def _close(expected: Tensor, got: Tensor, tolerance: float | None) -> tuple[bool
     if not torch.equal(finite, b.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
         return False, math.inf, largest, allowed
     difference = float((a[finite] - b[finite]).abs().max()) if bool(finite.any()) else 0.0
-    return difference <= allowed and (_inexact(expected) or torch.equal(expected, got)), difference, largest, allowed
-
-
-def _inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return difference <= allowed and (inexact or torch.equal(expected, got)), difference, largest, allowed
 
 
 def _size_of(sample: Sample) -> str:
-    both = (("batch", sample.example.batch), ("length", sample.example.length))
-    sizes = [f"{name} {size}" for name, size in both if size is not None]
+    sizes = [f"{name} {size}" for name, size in sample.example.sizes.items()]
     return f"on {'the example' if sample.kind == 'example' else 'fresh inputs'} of {', '.join(sizes) or 'one size'}"
 
 
-def _differs(sample: Sample, what: str) -> ExportFailure:
+def _differs(sample: Sample, what: str) -> NotExported:
     limit = "a file is only put in place when it gives what the module gives"
     remedy = "see whether forward keeps state in Python, or branches on sizes or values; or allow more (tolerance)"
-    return ExportFailure(what=f"{_size_of(sample)}, {what}", limit=limit, remedy=remedy)
-
-
-@contextmanager
-def _context(sample: Sample) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the runtime's own kinds
-        failure = failure_of(error)
-        limit = "the file does not run where the module does"
-        what = f"{_size_of(sample)}, the file fails: {failure.what}"
-        raise NotExported(ExportFailure(what=what, limit=limit, remedy=failure.remedy)) from error
+    return NotExported(ExportFailure(what=f"{_size_of(sample)}, {what}", limit=limit, remedy=remedy))

@@ -34,13 +34,13 @@ from flatout.infer.exporting.check import (
     Sample,
     beyond_of,
     check_same_twice,
+    checked,
     copied,
     first_sample,
     further_samples,
     run_module,
     samples_of,
     split_by,
-    verify,
     verify_past,
 )
 from flatout.infer.exporting.formats import EXPORTERS, Exporter, Job
@@ -56,8 +56,7 @@ from flatout.infer.exporting.report import (
     NotExported,
     SizeRange,
 )
-from flatout.infer.exporting.size_ranges import ranges_of
-from flatout.infer.exporting.trace import BY_DATA, ONE_OUTCOME, Traced, failure_of, quiet, trace
+from flatout.infer.exporting.trace import BY_DATA, ONE_OUTCOME, Traced, failure_of, quiet, ranges_of, trace
 from flatout.infer.left_unchanged import left_unchanged, weight_sizes
 from flatout.whole_files import usual_mode
 
@@ -106,10 +105,7 @@ def export(
     with left_unchanged(plain) as restore, torch.no_grad(), contextlib.ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        run = _Run(
-            model=plain, example=example, dynamic=dynamic, allow_fixed=allow_fixed, tolerance=tolerance,
-            restore=restore, notes=notes
-        )  # fmt: skip
+        run = _Run(plain, example, dynamic, allow_fixed, tolerance, restore, notes)
         run.look()
         files = tuple(run.file(name, target) for name, target in targets.items())
     parameters, weight_bytes = weight_sizes(model)
@@ -191,7 +187,7 @@ class _Shared:
     trace_failure: ExportFailure | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Run:
     """One export. The model always runs from the state it was passed in: `restore` resets it."""
 
@@ -255,6 +251,7 @@ class _Run:
         except Exception as error:  # exporters and runtimes raise of many kinds
             failure = failure_of(error)
             return ExportedFile(format=name, path=None, bytes=None, failure=failure, notes=tuple(notes))
+        usual = max(TOLERANCES.get(tensor.dtype, 0.0) for _, tensor in shared.samples[0].outputs)
         return ExportedFile(
             format=name,
             path=str(target),
@@ -262,7 +259,7 @@ class _Run:
             dynamic=job.varying,
             ranges=tuple(_tested(one, checks, refused) for one in shared.ranges if one.name in job.varying),
             checks=checks,
-            tolerance=self._tolerance(shared.samples[0]),
+            tolerance=usual if self.tolerance is None else self.tolerance,
             notes=tuple(dict.fromkeys(notes)),
         )
 
@@ -319,11 +316,6 @@ class _Run:
         self._start()  # a buffer may count calls: the file is run in this order too
         shared.samples = [replace(one, outputs=run_module(self.model, copied(one.example))) for one in held]
 
-    def _tolerance(self, sample: Sample) -> float:
-        if self.tolerance is not None:
-            return self.tolerance
-        return max(TOLERANCES.get(tensor.dtype, 0.0) for _, tensor in sample.outputs)
-
 
 def _check_no_decision(dynamic: Dynamic, notes: list[str]) -> None:
     """A TorchScript trace has no guards: without those of torch.export, the range of a branch is unknown."""
@@ -353,9 +345,10 @@ def _put_verified(
         written = folder / target.name
         exporter.write(job, written)
         run = exporter.load(job, written)
-        checks = verify(run, shared.samples, tolerance)
+        checks = tuple(checked(run, sample, tolerance) for sample in shared.samples)
         past = [one for one in shared.beyond if exporter.safe_past or one.sample is not None]
-        notes += [f"sizes are not checked by the file: {one.why}" for one in shared.beyond if one not in past]
+        left = [one for one in shared.beyond if not exporter.safe_past and one.sample is None]
+        notes += [f"sizes are not checked by the file: {one.why}" for one in left]
         refused = [one for one in past if verify_past(run, one, tolerance, notes)]
         if shared.traced is None:
             _check_no_decision(job.dynamic, notes)

@@ -10,7 +10,6 @@ torchscript  legacy: deprecated by torch, and its trace does not detect Python b
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from flatout.infer.exporting.fresh_inputs import Example
 from flatout.infer.exporting.plain_outputs import named_tensors
 from flatout.infer.exporting.report import Dynamic, Format
 from flatout.infer.exporting.trace import Traced
+from flatout.infer.output_tensors import is_tensor
+from flatout.levers.first_compilation import compiler_is_there
 from flatout.torch_private.compiler import load_aoti, write_aoti
 
 ONNX_BYTES_IN_ONE_FILE = 2**31 - 2**26
@@ -57,7 +58,7 @@ class Exporter:
     """One format. `needs` raises MachineError where something is missing here."""
 
     suffix: str
-    needs: Callable[[], None]
+    needs: Callable[[], None] = lambda: None
     write: Callable[[Job, Path], None]
     load: Callable[[Job, Path], Runner]
     shares_trace: bool = True
@@ -67,16 +68,7 @@ class Exporter:
     notes: tuple[str, ...] = ()
 
 
-def _torch_alone() -> None:
-    """Nothing besides torch."""
-
-
-def _write_pt2(job: Job, path: Path) -> None:
-    torch.export.save(_program(job).program, path)
-
-
-def _load_pt2(job: Job, path: Path) -> Runner:
-    module = torch.export.load(path).module()
+def _called(module: Callable[..., object]) -> Runner:
     return lambda args, kwargs: module(*args, **kwargs)
 
 
@@ -86,21 +78,9 @@ def _program(job: Job) -> Traced:
 
 
 def _needs_compiler() -> None:
-    wanted = cpp_compiler()
-    if not any(shutil.which(name) for name in (wanted, "g++", "clang++", "c++")):
-        limit = "AOTInductor compiles the C++ that it writes"
-        raise MachineError(
-            f"no C++ compiler was found ({wanted})", limit=limit, remedy="install g++, or name one in CXX"
-        )
-
-
-def _write_aoti(job: Job, path: Path) -> None:
-    write_aoti(_program(job).program, str(path))
-
-
-def _load_aoti(job: Job, path: Path) -> Runner:
-    compiled = load_aoti(str(path))
-    return lambda args, kwargs: compiled(*args, **kwargs)
+    if not compiler_is_there():
+        what, remedy = f"no C++ compiler was found ({cpp_compiler()})", "install g++, or name one in CXX"
+        raise MachineError(what, limit="AOTInductor compiles the C++ that it writes", remedy=remedy)
 
 
 def _needs_onnx() -> None:
@@ -117,11 +97,7 @@ def _write_onnx(job: Job, path: Path) -> None:
     # One for each tensor; constants are no inputs of an ONNX graph.
     names = [traced.example.sizes_named(one, job.dynamic) for one in traced.example.tensors.values()]
     program = torch.onnx.export(
-        traced.program,
-        dynamo=True,
-        verbose=False,
-        output_names=_output_names(job),
-        dynamic_shapes=names,
+        traced.program, dynamo=True, verbose=False, output_names=_output_names(job), dynamic_shapes=names
     )
     assert program is not None, "with dynamo=True and no file name the program is returned"
     program.save(path, external_data=job.weight_bytes > ONNX_BYTES_IN_ONE_FILE)
@@ -212,7 +188,7 @@ def _load_executorch(job: Job, path: Path) -> Runner:
 def _write_torchscript(job: Job, path: Path) -> None:
     from flatout.torch_private.dispatch import tree_leaves
 
-    constants = [leaf for leaf in tree_leaves((job.example.args, job.example.kwargs)) if not _is_tensor(leaf)]
+    constants = [leaf for leaf in tree_leaves((job.example.args, job.example.kwargs)) if not is_tensor(leaf)]
     if any(leaf is not None for leaf in constants):
         limit = "TorchScript's trace takes tensors only"
         remedy = "use pt2, or fix the other inputs in a wrapper's forward"
@@ -234,42 +210,32 @@ def _one_level(output: object) -> object:
     return dict(named_tensors(output)) if isinstance(output, dict) else output
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _load_torchscript(job: Job, path: Path) -> Runner:
-    module = torch.jit.load(str(path))
-    return lambda args, kwargs: module(*args, **kwargs)
-
-
 LEGACY = "legacy: torch has deprecated TorchScript; use pt2 for Python, aoti or onnx elsewhere"
 HERE_ONLY = "machine code for this kind of processor, read by the torch release that made it"
 XNNPACK = "products run by XNNPACK, on the CPU of the device"
 
 EXPORTERS: dict[Format, Exporter] = {
-    "pt2": Exporter(suffix=".pt2", needs=_torch_alone, write=_write_pt2, load=_load_pt2),
+    "pt2": Exporter(
+        suffix=".pt2",
+        write=lambda job, path: torch.export.save(_program(job).program, path),
+        load=lambda job, path: _called(torch.export.load(path).module()),
+    ),
     "aoti": Exporter(
         suffix=".aoti.pt2",
         needs=_needs_compiler,
-        write=_write_aoti,
-        load=_load_aoti,
+        write=lambda job, path: write_aoti(_program(job).program, str(path)),
+        load=lambda job, path: _called(load_aoti(str(path))),
         safe_past=False,
         notes=(HERE_ONLY,),
     ),
     "onnx": Exporter(suffix=".onnx", needs=_needs_onnx, write=_write_onnx, load=_load_onnx),
     "executorch": Exporter(
-        suffix=".pte",
-        needs=_needs_executorch,
-        write=_write_executorch,
-        load=_load_executorch,
-        notes=(XNNPACK,),
+        suffix=".pte", needs=_needs_executorch, write=_write_executorch, load=_load_executorch, notes=(XNNPACK,)
     ),
     "torchscript": Exporter(
         suffix=".torchscript.pt",
-        needs=_torch_alone,
         write=_write_torchscript,
-        load=_load_torchscript,
+        load=lambda job, path: _called(torch.jit.load(str(path))),
         shares_trace=False,
         notes=(LEGACY,),
     ),

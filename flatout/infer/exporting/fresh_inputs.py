@@ -36,6 +36,12 @@ class Example:
     """Path of a tensor of whole numbers -> rows of the embedding that it indexes."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """'batch' and 'length', without one that there is not."""
+        both = {"batch": self.batch, "length": self.length}
+        return {name: size for name, size in both.items() if size is not None}
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """Path -> tensor, in the order of the call."""
         return dict(tensors_in((self.args, self.kwargs), "inputs"))

@@ -44,22 +44,16 @@ def inputs_from(
     args: list[object] = []
     kwargs: dict[str, object] = {}
     for spec in specs:
-        if spec.endswith(_FILES):
-            found = _read(Path(spec))
-            if isinstance(found, dict) and len(found) == 1 and not set(found) & set(names):
-                args += found.values()
-            elif isinstance(found, dict):
-                kwargs.update(found)
+        given = _read(Path(spec)) if spec.endswith(_FILES) else [_drawn(spec, generator)]
+        if spec.endswith(_FILES) and len(given) == 1 and given[0][0] not in names:
+            given = [(None, given[0][1])]
+        for name, value in given:
+            if name in kwargs:
+                raise UsageError(f"the input {name!r} is given twice", limit=FORM, remedy="leave one of them out")
+            if name is None:
+                args.append(value)
             else:
-                args += found
-            continue
-        name, tensor = _drawn(spec, generator)
-        if name in kwargs:
-            raise UsageError(f"the input {name!r} is given twice", limit=FORM, remedy="leave one of them out")
-        if name:
-            kwargs[name] = tensor
-        else:
-            args.append(tensor)
+                kwargs[name] = value
     return tuple(args), kwargs
 
 
@@ -118,8 +112,8 @@ def _drawn(spec: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     return match["name"], drawn
 
 
-def _read(path: Path) -> dict[str, object] | tuple[object, ...]:
-    """A dict of named tensors, or the tensors of a .pt file in order."""
+def _read(path: Path) -> Sequence[tuple[str | None, object]]:
+    """(name, tensor) of all in the file; None: those of a .pt file may have no names."""
     if not path.is_file():
         raise UsageError(f"no such file: {path}", limit=FORM, remedy=f"looked in {Path.cwd()}")
     try:
@@ -128,24 +122,20 @@ def _read(path: Path) -> dict[str, object] | tuple[object, ...]:
         said = str(error).strip().partition("\n")[0]
         raise UsageError(f"{path} cannot be read: {said}", limit=f"it is a {path.suffix} file of tensors") from error
     if isinstance(found, Tensor):
-        return (found,)
+        return [(None, found)]
     if isinstance(found, list | tuple):
-        return tuple(found)
+        return [(None, one) for one in found]
     if not isinstance(found, dict) or not found:
         kind = f"a {type(found).__name__}" if found else "nothing"
         raise UsageError(f"{path} holds {kind}", limit="it holds tensors, alone or in a tuple or dict")
-    return {str(name): value for name, value in found.items()}
+    return [(str(name), value) for name, value in found.items()]
 
 
 def _content(path: Path) -> object:
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
+        return load_file(path)
     if path.suffix == ".npz":
         import numpy as np
 

@@ -12,12 +12,13 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -25,12 +26,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from flatout.data.nested import map_tensors
 from flatout.errors import FlatoutError
 from flatout.infer.exporting.fresh_inputs import Example, with_sizes
-from flatout.infer.exporting.report import Dynamic, ExportFailure, NotExported
-from flatout.infer.user_lines import is_users, place, user_line
+from flatout.infer.exporting.report import Dynamic, ExportFailure, NotExported, SizeRange
+from flatout.infer.user_lines import causes, is_users, place, user_line
+from flatout.torch_private.attributes import EXPORT_GUARDS
 from flatout.torch_private.compiler import export_refusal
 
 BY_DATA = "the module branches on the values of its data"
 ONE_OUTCOME = "traced with one outcome of a Python branch"
+FURTHEST = 1 << 16
+"""Largest size of which a trace is asked whether it holds."""
 WORDS = 300
 """Characters of an exporter's own message that are passed on."""
 
@@ -94,7 +98,7 @@ def dynamic_shapes(
     """Argument of `forward` -> the same nest with, for each tensor, dimension -> what `make` gives for its name."""
     named: dict[str, object] = {}
 
-    def dimensions(tensor: torch.Tensor) -> dict[int, object] | None:
+    def dimensions(tensor: Tensor) -> dict[int, object] | None:
         sizes = example.sizes_named(tensor, dynamic)
         return {number: named.setdefault(name, make(name)) for number, name in sizes.items()} or None
 
@@ -164,7 +168,7 @@ def failure_of(error: BaseException) -> ExportFailure:
     line = user_line(error)
     if isinstance(error, FlatoutError):
         return ExportFailure(what=error.what, limit=error.limit, remedy=error.remedy, line=line)
-    if any(isinstance(one, GuardOnDataDependentSymNode) for one in _chain(error)):
+    if any(isinstance(one, GuardOnDataDependentSymNode) for one in causes(error)):
         return ExportFailure(
             what=BY_DATA,
             limit="a trace holds one path for all inputs",
@@ -184,14 +188,6 @@ def failure_of(error: BaseException) -> ExportFailure:
     what = f"{type(error).__name__}: {first_words(error)}".rstrip(": ")
     remedy = "try another format; TORCH_LOGS=+export shows torch's own steps"
     return ExportFailure(what=what, remedy=remedy, line=line)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def first_words(error: BaseException | str) -> str:
@@ -253,3 +249,96 @@ def _sort(one: warnings.WarningMessage, notes: list[str]) -> None:
         note = f"{one.category.__name__}: {first_words(text)}"
     if note and note not in notes:
         notes.append(note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """For which sizes a trace holds: a branch on the batch or on a length leaves a guard in the program, which the file
+    of most formats does not check. `why_not` says of sizes by name why the trace does not hold, '' if it does.
+    """
+
+    found: tuple[SizeRange, ...]
+    why_not: Callable[[Mapping[str, int]], str]
+
+
+def ranges_of(traced: Traced | None, example: Example, dynamic: Dynamic) -> Ranges:
+    """The bounds of each size that may vary, the others as in the example. Without a trace none is known."""
+    why_not = (lambda sizes: "") if traced is None else _asks(traced, dynamic)
+    found = []
+    for name, size in example.sizes.items():
+        if dynamic == "none" or (name == "length" and dynamic == "batch"):
+            continue
+
+        def allows(other: int, name: str = name) -> bool:
+            return not why_not({name: other})
+
+        if traced is None or not allows(max(size, 2)):
+            found.append(SizeRange(name=name))
+            continue
+        smallest, largest = _smallest(allows, max(size, 2)), _largest(allows, max(size, 2))
+        below = why_not({name: smallest - 1}) if smallest > 1 else ""
+        above = why_not({name: largest + 1}) if largest is not None else ""
+        reason = "; ".join(dict.fromkeys(one for one in (below, above) if one))
+        found.append(SizeRange(name=name, smallest=smallest, largest=largest, reason=reason))
+    return Ranges(found=tuple(found), why_not=why_not)
+
+
+class _Held(Exception):
+    """Raised behind the guards: the sizes are allowed, and nothing more is to be run."""
+
+
+def _asks(traced: Traced, dynamic: Dynamic) -> Callable[[Mapping[str, int]], str]:
+    """Asks the guards, without running the model: they read sizes of expanded views, which hold one row of memory."""
+    module = traced.program.module()
+    guards: nn.Module | None = getattr(module, EXPORT_GUARDS, None)
+
+    def stop(*_: object) -> None:
+        raise _Held
+
+    if guards is not None:
+        guards.register_forward_hook(stop)
+
+    def why_not(sizes: Mapping[str, int]) -> str:
+        if guards is None:
+            return ""
+        args, kwargs = _views(traced.example, sizes, dynamic)
+        try:
+            module(*args, **kwargs)
+        except _Held:
+            return ""
+        except (AssertionError, RuntimeError, ValueError) as error:
+            return first_words(error).removeprefix("Guard failed: ")
+        return ""
+
+    return why_not
+
+
+def _views(
+    example: Example, sizes: Mapping[str, int], dynamic: Dynamic
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The call with these sizes, each tensor a view of its first row."""
+
+    def viewed(tensor: Tensor) -> Tensor:
+        named = example.sizes_named(tensor, dynamic)
+        for dimension, name in named.items():
+            if name in sizes:
+                tensor = tensor.narrow(dimension, 0, 1)
+        shape = [sizes.get(named.get(number, ""), size) for number, size in enumerate(tensor.shape)]
+        return tensor.expand(shape)
+
+    args, kwargs = map_tensors(viewed, (example.args, example.kwargs))
+    return args, kwargs
+
+
+def _largest(allows: Callable[[int], bool], known: int) -> int | None:
+    """The largest allowed size from `known` on; None where no bound was found."""
+    good = known
+    while allows(2 * good):
+        good *= 2
+        if good >= FURTHEST:
+            return None
+    return good + bisect_left(range(good + 1, 2 * good), True, key=lambda size: not allows(size))
+
+
+def _smallest(allows: Callable[[int], bool], known: int) -> int:
+    return 1 if allows(1) else 1 + bisect_left(range(1, known), True, key=allows)

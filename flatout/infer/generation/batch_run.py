@@ -10,52 +10,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flatout.infer.generation.cache import Span
+from flatout.infer.generation.cache import CachedPasses, Span
 from flatout.infer.generation.generated import Piece, Reason
 from flatout.infer.generation.sampling import Uniforms, Use, no_usable_logits
-from flatout.infer.generation.share import UncountedWork, Work
+from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Watch
-from flatout.infer.generation.token_choice import Choice, Place, Rows, place_of
+from flatout.infer.generation.token_choice import Choice, Rows, place_of
+from flatout.infer.generation.whole_texts import WholeTextPasses
 
+if TYPE_CHECKING:
+    from flatout.infer.generation.speculation import Guesser
+
+Passes = CachedPasses | WholeTextPasses | StatePasses
+"""What runs passes over a cache, states or texts of one run's own. `note`: what it found out about the model."""
 PASSES_BETWEEN_LOOKS = 16
 """On a GPU: each look synchronises. Tokens past the end of a text are discarded."""
-
-
-class Passes(Protocol):
-    """What runs passes over a cache, states or texts of this run's own: NativePasses, TorchPasses, WholeTextPasses,
-    StatePasses."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def note(self) -> str:
-        """What this run found out about the model, in words; '' for nothing."""
-
-    def work(self) -> Work | UncountedWork: ...
-
-    def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor: ...
-
-
-class Guesses(Protocol):
-    """What guesses ahead: Guesser."""
-
-    proposed: int
-    accepted: int
-
-    def finds_guesses(self, texts: Sequence[Text]) -> bool: ...
-
-    def note_plain_pass(self, texts: int, seconds: float) -> None: ...
-
-    def advance(self, engine: Passes, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]: ...
 
 
 @dataclass(kw_only=True)
@@ -88,41 +62,34 @@ class Text:
         return len(self.prompt) + len(self.made)
 
     @property
-    def ended(self) -> bool:
-        return self.watch.ending is not None
+    def reason(self) -> Reason | None:
+        """Why it ended; None: it goes on."""
+        ending = self.watch.ending
+        if ending is None:
+            return None
+        return self.at_limit if ending.reason == "length" else ending.reason
 
     def uniform(self, use: Use, step: int) -> Tensor:
         """fp64 []: the number for `use` at the token `step` after the next one; the last again past the limit."""
         assert self.uniforms is not None, "a greedy text needs none"
         place = min(len(self.made) + step, self.limit - 1)
-        return self.uniforms.numbers(use, place + 1)[0, place]
+        return self.uniforms.numbers(use, place + 1)[place]
 
-    def add(self, tokens: Sequence[int]) -> int:
-        """Takes tokens until one ends the text; how many it took."""
-        for count, token in enumerate(tokens, 1):
+    def add(self, tokens: Sequence[int]) -> None:
+        """Takes tokens until one ends the text."""
+        for token in tokens:
             self.made.append(token)
             if self.watch.feed(token):
-                return count
-        return len(tokens)
+                return
 
 
 class BatchRun:
-    """One call of generate: `pieces` runs it.
-
-    check: called before each pass; raises where going on would be wrong. encode: called with the slots and sources of
-    texts that begin, where they have sources.
-    """
+    """One call of generate: `pieces` runs it. check: called before each pass; raises where going on would be wrong."""
 
     def __init__(
-        self,
-        engine: Passes,
-        choice: Choice,
-        texts: Sequence[Text],
-        guesser: Guesses | None = None,
-        check: Callable[[], None] = lambda: None,
-        encode: Callable[[Sequence[int], Sequence[list[int]]], None] | None = None,
+        self, engine: Passes, choice: Choice, texts: Sequence[Text], guesser: Guesser | None, check: Callable[[], None]
     ) -> None:
-        self.engine, self.choice, self.guesser, self._check, self._encode = engine, choice, guesser, check, encode
+        self.engine, self.choice, self.guesser, self._check = engine, choice, guesser, check
         self._waiting = deque(texts)
         self._free = list(range(min(engine.slots, len(texts))))[::-1]
         self._active: list[Text] = []
@@ -150,8 +117,8 @@ class BatchRun:
             text.slot = self._free.pop()
             fresh.append(text)
         began = time.perf_counter()
-        if self._encode is not None:
-            self._encode([text.slot for text in fresh], [text.source or [] for text in fresh])
+        if isinstance(self.engine, StatePasses) and fresh[0].source is not None:
+            self.engine.encode([text.slot for text in fresh], [text.source or [] for text in fresh])
         tokens = torch.tensor([token for text in fresh for token in text.prompt], device=self.engine.device)
         spans = [Span(slot=text.slot, start=0, length=len(text.prompt)) for text in fresh]
         logits = self.engine.advance(tokens, spans)
@@ -197,10 +164,13 @@ class BatchRun:
         yield from self._hand_on(texts, found)
 
     def _rows(self, texts: Sequence[Text], ahead: int) -> Rows:
-        device = self.engine.device
-        place = places_of(texts, device=device, ahead=ahead) if self.choice.looks_back else None
-        made, uniforms = [len(text.made) for text in texts], [text.uniforms for text in texts]
-        return Rows(self.choice, place, made, uniforms, device=device, ahead=ahead)
+        device, place = self.engine.device, None
+        if self.choice.looks_back:
+            prompts, limits = [len(text.prompt) for text in texts], [text.limit for text in texts]
+            place = place_of([text.tokens for text in texts], prompts, limits, device=device, ahead=ahead)
+        uniforms = [(text.uniforms, len(text.made)) for text in texts if text.uniforms is not None]
+        draws = [one.numbers("draws", made + ahead)[made : made + ahead] for one, made in uniforms]
+        return Rows(self.choice, place, torch.stack(draws).to(device) if draws else None)
 
     def _to_host(self, chosen: list[Tensor], unusable: list[Tensor], texts: Sequence[Text]) -> list[list[int]]:
         """The one wait for the device: tokens of each text; NumericsError where logits were of no use."""
@@ -214,29 +184,19 @@ class BatchRun:
         for text, tokens in zip(texts, found, strict=True):
             text.add(tokens)
             piece = piece_of(text)
-            if text.ended:
+            if text.reason is not None:
                 self._active.remove(text)
                 self._free.append(text.slot)
             if piece is not None:
                 yield piece
 
 
-def places_of(texts: Sequence[Text], *, device: torch.device, ahead: int = 0) -> Place:
-    """The current places of these texts."""
-    prompts, limits = [len(text.prompt) for text in texts], [text.limit for text in texts]
-    return place_of([text.tokens for text in texts], prompts, limits, device=device, ahead=ahead)
-
-
 def piece_of(text: Text) -> Piece | None:
     """What became certain since the last piece; None if that is nothing."""
-    ending = text.watch.ending
     string = text.watch.take() if text.watch.makes_text else None
     kept = text.watch.certain_tokens
     tokens = tuple(text.made[text.given : kept])
     text.given = max(text.given, kept)
-    reason: Reason | None = None
-    if ending is not None:
-        reason = text.at_limit if ending.reason == "length" else ending.reason
-    if not tokens and not string and reason is None:
+    if not tokens and not string and text.reason is None:
         return None
-    return Piece(prompt=text.index, tokens=tokens, text=string, reason=reason)
+    return Piece(prompt=text.index, tokens=tokens, text=string, reason=text.reason)

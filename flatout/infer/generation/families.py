@@ -1,10 +1,14 @@
 """Reads models as a Decoder: GPT-2 and TransformerLM of flatout.models; GPT-2, Llama and similar ones of transformers.
 
-transformers is never imported: a model is known by its class and its config. Weights are not copied.
+transformers is never imported: a model is known by its class and its config. Weights are not copied. Anything in the
+forward pass that they do not say would be lost silently: a LoRA layer's second product, a steering hook, a weight that
+is normalised on use. So each module must be of exactly a known class, with that class's forward, no hooks and no
+parametrization, and each weight a plain tensor.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,20 +17,25 @@ from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.infer.generation.decoder import Activation, Block, Decoder, Linear, Norm
-from flatout.infer.generation.plain_modules import check_all_read, check_plain
 from flatout.models.feed_forward import HUGGING_FACE_ACTIVATIONS
 from flatout.models.gpt2 import GPT2
 from flatout.models.pre_norm_block import PreNormBlock
 from flatout.models.transformer import TransformerLM
 
 _ACTIVATIONS: dict[str, Activation] = {**HUGGING_FACE_ACTIVATIONS, "silu": "silu", "swish": "silu"}
+_TORCH = frozenset({"Linear", "Embedding", "LayerNorm", "Dropout", "ModuleList", "GELU", "ReLU", "SiLU"})
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Where torch keeps what is called around a module's forward."""
+_SHARED = frozenset({"transformers.pytorch_utils", "transformers.activations"})
+"""Modules of transformers that several families take classes from."""
+REMEDY = "use the model's own generate()"
 
 
 def read_decoder(model: nn.Module) -> Decoder:
     """The model's sizes and weights.
 
     UsageError for a family, or an option of one, that is not known here, and for a model that does more than its
-    weights say (see plain_modules.py).
+    weights say.
     """
     kind = type(model)
     reader = _FOREIGN.get(kind.__name__)
@@ -37,7 +46,7 @@ def read_decoder(model: nn.Module) -> Decoder:
         raise UsageError(
             f"the model is a {kind.__name__} of {kind.__module__}",
             limit=f"generation with a cache knows {known} of transformers, and no class derived from them",
-            remedy="use the model's own generate()",
+            remedy=REMEDY,
         )
     check_plain(model)
     decoder = reader(model)
@@ -45,38 +54,27 @@ def read_decoder(model: nn.Module) -> Decoder:
     return decoder
 
 
-def _own_gpt2(model: GPT2) -> Decoder:
-    return _own(
-        model,
-        family="GPT-2 of flatout.models",
-        positions=model.positions.weight,
-        tokens=model.tokens.weight,
-        activation=model.config.activation,
-    )
-
-
-def _own_transformer(model: TransformerLM) -> Decoder:
-    embedding = model.embedding
-    if not model.config.causal:
+def check_causal(model: nn.Module) -> None:
+    """UsageError for a model in which a token sees those after it."""
+    if isinstance(model, TransformerLM) and not model.config.causal:
         what = "the TransformerLM is not causal"
         raise UsageError(what, limit="a next token follows from those before it", remedy="train it with causal=True")
-    return _own(
-        model,
-        family="TransformerLM of flatout.models",
-        positions=embedding.sines,
-        tokens=embedding.tokens.weight.detach() * embedding.scale,
-        activation="relu",
-    )
 
 
-def _own(
-    model: GPT2 | TransformerLM, *, family: str, positions: Tensor, tokens: Tensor, activation: Activation
-) -> Decoder:
-    """What the models of flatout.models have in common: pre-norm blocks and a last norm."""
+def _own(model: GPT2 | TransformerLM) -> Decoder:
+    """The models of flatout.models: pre-norm blocks and a last norm."""
+    check_causal(model)
     config = model.config
     head_width = config.width // config.heads
+    activation: Activation = "relu"
+    if isinstance(model, GPT2):
+        family, activation = "GPT-2", model.config.activation
+        tokens, positions = model.tokens.weight, model.positions.weight
+    else:
+        family, embedding = "TransformerLM", model.embedding
+        tokens, positions = embedding.tokens.weight.detach() * embedding.scale, embedding.sines
     return Decoder(
-        family=family,
+        family=f"{family} of flatout.models",
         heads=config.heads,
         kv_heads=config.heads,
         head_width=head_width,
@@ -188,7 +186,7 @@ def _llama_block(layer: Any, config: Any) -> Block:
     )
 
 
-_OWN: dict[type[nn.Module], Callable[..., Decoder]] = {GPT2: _own_gpt2, TransformerLM: _own_transformer}
+_OWN: dict[type[nn.Module], Callable[..., Decoder]] = {GPT2: _own, TransformerLM: _own}
 _FOREIGN: dict[str, Callable[..., Decoder]] = {
     "GPT2LMHeadModel": _hugging_face_gpt2,
     "LlamaForCausalLM": _hugging_face_llama,
@@ -215,7 +213,7 @@ def _require(config: object, **values: object) -> None:
     for name, wanted in values.items():
         if getattr(config, name, wanted) != wanted:
             what = f"the config's {name} is {getattr(config, name)!r}"
-            raise UsageError(what, limit=f"generation here knows {wanted!r}", remedy="use the model's own generate()")
+            raise UsageError(what, limit=f"generation here knows {wanted!r}", remedy=REMEDY)
 
 
 def _one_value(model: nn.Module, attribute: str, wanted: float) -> float:
@@ -224,14 +222,14 @@ def _one_value(model: nn.Module, attribute: str, wanted: float) -> float:
         found = vars(module).get(attribute, wanted)
         if found != wanted:
             limit = f"generation here takes one value for all layers, {wanted:g}"
-            raise UsageError(f"{name}.{attribute} is {found!r}", limit=limit, remedy="use the model's own generate()")
+            raise UsageError(f"{name}.{attribute} is {found!r}", limit=limit, remedy=REMEDY)
     return float(wanted)
 
 
 def _activation(name: object) -> Activation:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         limit = f"generation here knows {', '.join(_ACTIVATIONS)}"
-        raise UsageError(f"the config's activation is {name!r}", limit=limit, remedy="use the model's own generate()")
+        raise UsageError(f"the config's activation is {name!r}", limit=limit, remedy=REMEDY)
     return _ACTIVATIONS[name]
 
 
@@ -255,3 +253,58 @@ def _linear(*modules: _Weighted) -> Linear:
 def _transposed(module: _Weighted) -> Linear:
     """transformers' Conv1D holds [inputs, outputs]."""
     return Linear(weights=(module.weight.t(),), biases=(module.bias,))
+
+
+def check_plain(model: nn.Module) -> None:
+    """UsageError that names the first module or weight which may do something that its weights do not say."""
+    family = type(model).__module__
+    for name, module in model.named_modules():
+        here = f"{name or 'the model'} ({type(module).__name__})"
+        _check_class(here, module, family)
+        if "forward" in vars(module):
+            raise _not_plain(f"{here} has a forward of its own", "take it off (del module.forward)")
+        for hooks in HOOKS:
+            if getattr(module, hooks):
+                kind = hooks.removeprefix("_forward_").replace("_", "-").removesuffix("s")
+                raise _not_plain(f"{here} has a forward {kind}", "remove it while generating")
+    for name, tensor in model.named_parameters():
+        _check_tensor(name, tensor)
+
+
+def check_all_read(model: nn.Module, read: list[Tensor]) -> None:
+    """UsageError for a weight that no reader has looked at: it does something that is not known here."""
+    known = {_storage(tensor) for tensor in read}
+    for name, parameter in model.named_parameters():
+        if _storage(parameter) not in known:
+            raise _not_plain(f"the weight {name} was not expected", "take it out of the model")
+
+
+def _check_class(here: str, module: nn.Module, family: str) -> None:
+    kind = type(module)
+    home = kind.__module__
+    if hasattr(module, "parametrizations"):
+        raise _not_plain(f"{here} has a parametrization", "remove it with torch.nn.utils.parametrize")
+    if home.startswith("torch.nn.modules."):
+        known = kind.__name__ in _TORCH
+    else:
+        known = home == family or home.startswith("flatout.models.") or home in _SHARED
+    genuine = getattr(sys.modules.get(home), kind.__name__, None) is kind
+    if not (known and genuine):
+        what = f"{here} is of the class {home}.{kind.__qualname__}"
+        raise _not_plain(what, "merge adapters into the weights (merge_and_unload() in peft)")
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if type(tensor) not in (nn.Parameter, Tensor):
+        raise _not_plain(f"the weight {name} is a {type(tensor).__name__}", "load the model without quantisation")
+    if not tensor.is_floating_point():
+        raise _not_plain(f"the weight {name} is {tensor.dtype}", "load the model without quantisation")
+
+
+def _not_plain(what: str, remedy: str) -> UsageError:
+    limit = "generation here reads weights, and knows only what the model's own classes do with them"
+    return UsageError(what, limit=limit, remedy=f"{remedy}, or {REMEDY}")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else id(tensor)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.cache import CachedEngine, CachedPasses, KeyValueCache, Span
 from flatout.infer.generation.decoder import Block, Decoder, Linear, Storage, storage_of_head
-from flatout.infer.generation.share import Work, work_of
 from flatout.kernels.decoder_pass import ACTIVATIONS, NORMS, DecoderStruct, LayerStruct, run_pass
 from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, WeightStruct, pack, pointer
 from flatout.precision.quantize import INT4_GROUP
@@ -29,25 +28,20 @@ BYTES_PER_THREAD = 2**20
 """Weight bytes per thread below which another thread costs more than it gains."""
 
 
-class NativeDecoder:
-    """A decoder's weights in panels. What runs passes is `with_cache`, one for each cache; they share the weights."""
-
-    name = "native kernel"
+class NativeDecoder(CachedEngine):
+    """A decoder's weights in panels."""
 
     def __init__(self, decoder: Decoder, *, storage: Storage, threads: int | None = None) -> None:
-        self.decoder, self.storage, self.threads = decoder, storage, threads
-        self.device = torch.device("cpu")
+        super().__init__(decoder, storage, torch.device("cpu"))
+        self.threads = threads
         self._kept: list[object] = []
         """What C points into."""
-        self.weight_bytes = 0
-        """Read in every pass: the matrices with their scales."""
         self.tokens = decoder.tokens.detach()
         self.positions = None if decoder.positions is None else decoder.positions.detach()
         self.layers = (LayerStruct * len(decoder.blocks))(*(self._layer(block) for block in decoder.blocks))
         self.struct = self._fill()
 
     def with_cache(self, cache: KeyValueCache) -> NativePasses:
-        """Passes that keep what they read in this cache."""
         return NativePasses(self, cache)
 
     # inside
@@ -100,32 +94,20 @@ class NativeDecoder:
         return pointer(floats)
 
 
-class NativePasses:
-    """Passes over one cache. Several may run at once, in threads too, each with a cache of its own."""
-
-    note = ""
+class NativePasses(CachedPasses):
+    _of: NativeDecoder
 
     def __init__(self, of: NativeDecoder, cache: KeyValueCache) -> None:
-        self._of, self.cache = of, cache
-        self.decoder, self.storage, self.device, self.slots = of.decoder, of.storage, of.device, cache.slots
+        super().__init__(of, cache)
         self._layers = type(of.layers).from_buffer_copy(of.layers)
         self._struct = DecoderStruct.from_buffer_copy(of.struct)
-        for index, layer in enumerate(self._layers):
-            keys, values = cache.tensors(index)
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         self._struct.layer = ctypes.addressof(self._layers)
         self._struct.cache_is_bf16 = int(cache.dtype == torch.bfloat16)
         self._struct.cache_length = cache.length
 
-    def work(self) -> Work:
-        """Nothing yet: for passes to be added to."""
-        return work_of(self.decoder, self._of.storage, self._of.weight_bytes, self.cache)
-
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
-        """Read tokens, int64 [sum of the spans' lengths], and put their keys and values into the cache.
-
-        Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
-        """
         for span in spans:  # the kernel does not check where it writes
             self.cache.check(span)
         threads = self._threads_for(len(tokens))

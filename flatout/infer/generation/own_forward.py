@@ -78,7 +78,9 @@ class OwnForward:
         model = self.model
         call = model if method == "forward" else getattr(model, method.removesuffix("()"))
         call = call() if method.endswith("()") else call
-        with evaluating(model), torch.no_grad(), self._numbers():
+        # The plan's precision, and not that of an autocast around the call.
+        numbers = torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        with evaluating(model), torch.no_grad(), numbers:
             try:
                 return call(*given, **named)
             except (FlatoutError, torch.OutOfMemoryError):
@@ -89,11 +91,6 @@ class OwnForward:
                 limit = "it is called with token ids, int64 [batch, tokens]"
                 remedy = "if the text became too long for it, pass a smaller max_new_tokens"
                 raise UsageError(what, limit=limit, remedy=remedy) from error
-
-    def _numbers(self) -> torch.autocast:
-        """The plan's precision, and not that of an autocast around the call."""
-        kind = self.device.type
-        return torch.autocast(kind, dtype=self._autocast, enabled=self._autocast is not None)
 
     def _check_plan(self, plan: Plan, why: str) -> None:
         here = f"the model is run by its own forward pass: {why}"
@@ -111,10 +108,8 @@ class OwnForward:
 def longest_text(model: object) -> int | None:
     """The maximum sequence length from the model or its config; None if neither states one."""
     config = getattr(model, "config", None)
-    found = (
-        [config] if isinstance(config, Mapping) else [vars(one) for one in (config, model) if hasattr(one, "__dict__")]
-    )
-    for place in found:
+    places = [vars(one) for one in (config, model) if hasattr(one, "__dict__")]
+    for place in [config] if isinstance(config, Mapping) else places:
         for name in _LONGEST:
             value = place.get(name)
             if name == "n_positions" and "relative_attention_num_buckets" in place:
@@ -136,10 +131,8 @@ def logits_of(found: object, tokens: Tensor, model: object, places: int | None =
         logits = found["logits"]
     elif not isinstance(found, Tensor) and hasattr(found, "logits"):
         logits = found.logits
-    elif (
-        isinstance(found, tuple | list) and type(found) in (tuple, list) and found
-    ):  # the fields of a named tuple have other names
-        logits = found[0]
+    elif isinstance(found, tuple | list) and type(found) in (tuple, list) and found:
+        logits = found[0]  # the fields of a named tuple have other names
     batch, count = len(tokens), places or tokens.shape[1]
     if (
         not isinstance(logits, Tensor)
@@ -173,7 +166,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """In evaluation mode; each module's own mode is restored. Another thread that wants the same waits: the first to
     leave would put modules back into training under the other's pass."""
-    with _lock_of(model):
+    with _LOCKS.setdefault(model, threading.RLock()):
         training = [module for module in model.modules() if module.training]
         try:
             for module in training:
@@ -182,7 +175,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
-
-
-def _lock_of(model: nn.Module) -> threading.RLock:
-    return _LOCKS.setdefault(model, threading.RLock())

@@ -10,27 +10,31 @@ import threading
 import weakref
 from collections import deque
 
-import torch
 from torch import nn
 
 from flatout.errors import UsageError
 from flatout.infer.generation.batch_run import Passes
-from flatout.infer.generation.cache import KeyValueCache
+from flatout.infer.generation.cache import CachedEngine, CachedPasses
 from flatout.infer.generation.decoder import Decoder, storage_of
-from flatout.infer.generation.encoder_decoder import EncoderDecoderSteps, is_encoder_decoder
-from flatout.infer.generation.families import read_decoder
-from flatout.infer.generation.native_decoder import NativeDecoder, NativePasses
+from flatout.infer.generation.families import check_causal, read_decoder
+from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.own_forward import OwnForward
 from flatout.infer.generation.self_check import check_against_model
-from flatout.infer.generation.stepping import ModelSteps, StateEngine, recurrent_steps
-from flatout.infer.generation.torch_decoder import TorchDecoder, TorchPasses
+from flatout.infer.generation.stepping import (
+    EncoderDecoderSteps,
+    ModelSteps,
+    StateEngine,
+    is_encoder_decoder,
+    recurrent_steps,
+)
+from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.infer.generation.weights_seen import WeightsSeen
 from flatout.infer.generation.whole_texts import WholeTexts
 from flatout.kernels.native import native
-from flatout.models.transformer import Seq2SeqTransformer, TransformerLM
+from flatout.models.transformer import Seq2SeqTransformer
 from flatout.plan import Plan
 
-Engine = NativeDecoder | TorchDecoder | WholeTexts | StateEngine
+Engine = CachedEngine | WholeTexts | StateEngine
 CACHE_STEP = 64
 """Cache lengths are multiples of it, so that calls of similar length share a cache."""
 MOST_FREE = 4
@@ -44,62 +48,38 @@ class Prepared:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         _check_device(model)
         self.seen = WeightsSeen(model)  # before they are read, to notice changes in between
-        self.engine: Engine
         self.engine, self.reason = _engine(model, plan)
-        if isinstance(self.engine, WholeTexts | StateEngine):
-            self.seen = WeightsSeen(model, buffers=False)
+        if isinstance(self.engine, CachedEngine):
+            check_against_model(model, self.engine)
         else:
-            check_against_model(model, self.engine.decoder, self.engine)
-        self._free: deque[NativePasses | TorchPasses] = deque()
+            self.seen = WeightsSeen(model, buffers=False)
+        self._free: deque[CachedPasses] = deque()
 
     @property
     def decoder(self) -> Decoder | None:
         """Sizes and weights of a model that was read; None for one that is run by its own forward pass."""
-        return None if isinstance(self.engine, WholeTexts | StateEngine) else self.engine.decoder
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids are below it."""
-        engine = self.engine
-        return engine.vocabulary if isinstance(engine, WholeTexts | StateEngine) else engine.decoder.vocabulary
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The most that it reads: the prompt and all new tokens but the last (of an encoder-decoder: the source, and
-        the target); None = no limit is known."""
-        engine = self.engine
-        return engine.max_tokens if isinstance(engine, WholeTexts | StateEngine) else engine.decoder.max_tokens
-
-    @property
-    def encodes(self) -> bool:
-        """Whether it is an encoder-decoder."""
-        return isinstance(self.engine, StateEngine) and self.engine.encodes
+        return self.engine.decoder if isinstance(self.engine, CachedEngine) else None
 
     def lease(self, length: int, slots: int) -> Passes:
         """Passes with room for `slots` sequences of this length, for one run until it gives them back."""
-        engine = self.engine
-        if isinstance(engine, WholeTexts | StateEngine):
-            return engine.passes(slots)
-        length = min(-(-length // CACHE_STEP) * CACHE_STEP, engine.decoder.max_tokens)
-        too_small: list[NativePasses | TorchPasses] = []
+        if isinstance(self.engine, CachedEngine):
+            length = min(-(-length // CACHE_STEP) * CACHE_STEP, self.engine.max_tokens)
+        too_small: list[CachedPasses] = []
         while self._free:
             try:
                 one = self._free.pop()
             except IndexError:  # another thread took the last one
                 break
-            if one.cache.length >= length and one.cache.slots >= slots:
+            if one.cache.length >= length and one.slots >= slots:
                 self._free.extend(too_small)
                 return one
             too_small.append(one)
         self._free.extend(too_small[1:])  # the new one takes the place of one that did not do
-        dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
-        return engine.with_cache(
-            KeyValueCache(engine.decoder, slots=slots, length=length, dtype=dtype, device=engine.device)
-        )
+        return self.engine.passes(slots, length)
 
     def give_back(self, passes: Passes) -> None:
         """Caches are reused; the texts and states of a run are not."""
-        if isinstance(passes, NativePasses | TorchPasses) and len(self._free) < MOST_FREE:
+        if isinstance(passes, CachedPasses) and len(self._free) < MOST_FREE:
             self._free.append(passes)
 
 
@@ -129,10 +109,10 @@ def kept(model: nn.Module, plan: Plan) -> Prepared:
 def _engine(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
     """The engine for the model's device and a description, with the reason if it is not the fastest one."""
     if isinstance(model, Seq2SeqTransformer) or is_encoder_decoder(model):
-        return _encoder_decoder(model, plan)
-    if isinstance(model, TransformerLM) and not model.config.causal:
-        what = "the TransformerLM is not causal"
-        raise UsageError(what, limit="a next token follows from those before it", remedy="train it with causal=True")
+        run = OwnForward(model, plan, "it is an encoder-decoder")
+        engine = EncoderDecoderSteps(run) if is_encoder_decoder(model) else ModelSteps(run, method="advance")
+        return engine, "the model's own decoder with its cache; each source is encoded once"
+    check_causal(model)
     try:
         decoder = read_decoder(model)
     except UsageError as error:
@@ -147,25 +127,17 @@ def _engine(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
     return NativeDecoder(decoder, storage=storage, threads=plan.threads), "native kernel"
 
 
-def _encoder_decoder(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
-    run = OwnForward(model, plan, "it is an encoder-decoder")
-    reason = "the model's own decoder with its cache; each source is encoded once"
-    if is_encoder_decoder(model):
-        return StateEngine(run, EncoderDecoderSteps(run), run.longest), reason
-    return StateEngine(run, ModelSteps(run, method="advance"), run.longest), reason
-
-
 def _by_own_forward(model: nn.Module, plan: Plan, why: str) -> tuple[Engine, str]:
     """By its state, if it has one; else over the whole text each time. why: why its weights cannot be read."""
     run = OwnForward(model, plan, why)
     steps, no_state = (None, "") if run.from_transformers else recurrent_steps(run)
     if steps is not None:
         what = "its decoder; each source is encoded once" if steps.encodes else "its state after each token"
-        return StateEngine(run, steps, run.longest), f"the model's own forward pass, by {what}"
+        return steps, f"the model's own forward pass, by {what}"
+    texts = WholeTexts(run)
     reason = f"the model's own forward pass over the whole text for each token, without a cache, because {why}"
     reason += f" ({no_state})" if no_state else ""
     reason += "; its own generate() has a cache" if run.from_transformers else ""
-    texts = WholeTexts(run)
     if not texts.repeats:
         reason += "; it gives two results for one text (it draws random numbers or keeps state between calls), so the "
         reason += "same text may not come again"

@@ -114,9 +114,8 @@ def _unmasked(ids: list[list[int]], mask: object) -> list[list[int]]:
     shapes = [len(row) for row in rows], [len(one) for one in ids]
     if shapes[0] != shapes[1]:
         what = f"attention_mask has rows of {shapes[0]} tokens"
-        raise UsageError(
-            what, limit=f"the prompts have {shapes[1]}", remedy="pass the mask that the tokenizer returned"
-        )
+        limit = f"the prompts have {shapes[1]}"
+        raise UsageError(what, limit=limit, remedy="pass the mask that the tokenizer returned")
     return [_kept(index, one, row) for index, (one, row) in enumerate(zip(ids, rows, strict=True))]
 
 

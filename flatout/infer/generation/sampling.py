@@ -9,8 +9,8 @@ Logits are [rows, vocabulary] on any device; a row is one position of one prompt
 
 >>> import torch
 >>> sampling = Sampling(temperature=0.8, top_p=0.9, seed=7)
->>> uniforms = Uniforms(sampling.seed, prompts=range(2), length=16)
->>> next_tokens(torch.tensor([[0.0, 9.0, 0.0], [9.0, 0.0, 0.0]]), sampling, uniforms.draws[:, 0])
+>>> uniforms = torch.stack([Uniforms(7, prompt, length=16).numbers("draws", 1)[0] for prompt in range(2)])
+>>> next_tokens(torch.tensor([[0.0, 9.0, 0.0], [9.0, 0.0, 0.0]]), sampling, uniforms)
 tensor([1, 0])
 """
 
@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flatout.errors import NumericsError, UsageError
@@ -72,7 +70,11 @@ class Sampling:
         _check("repetition_penalty", self.repetition_penalty, low=LEAST_PENALTY, high=GREATEST_PENALTY, remedy=remedy)
         _check("no_repeat_ngram", self.no_repeat_ngram, low=1, whole=True, remedy="leave it out to allow repetition")
         _check("seed", self.seed, low=0, high=SEEDS - 1, whole=True, remedy="leave it out for a fresh one")
-        self._check_greedy()
+        given = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        if self.greedy and given:  # a truncation says that its author means to sample: it would be ignored
+            what = f"{given[0]} is {getattr(self, given[0])!r} with temperature 0"
+            limit = "greedy takes the most probable token, whatever else is kept"
+            raise UsageError(what, limit=limit, remedy=f"pass temperature=1.0 to sample, or leave {given[0]} out")
 
     @property
     def greedy(self) -> bool:
@@ -82,14 +84,6 @@ class Sampling:
     def adjusts(self) -> bool:
         """Whether the logits depend on the tokens before, so that `adjusted` needs them."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram is not None
-
-    def _check_greedy(self) -> None:
-        """A truncation says that its author means to sample; greedy would silently ignore it."""
-        given = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
-        if self.greedy and given:
-            what = f"{given[0]} is {getattr(self, given[0])!r} with temperature 0"
-            limit = "greedy takes the most probable token, whatever else is kept"
-            raise UsageError(what, limit=limit, remedy=f"pass temperature=1.0 to sample, or leave {given[0]} out")
 
 
 def _check(
@@ -119,18 +113,16 @@ def _check(
         raise UsageError(f"{name} is {value!r}", limit=f"it must be {noun} {bounds}", remedy=remedy)
 
 
-def adjusted(logits: Tensor, sampling: Sampling, history: Tensor, lengths: Tensor | None = None) -> Tensor:
+def adjusted(logits: Tensor, sampling: Sampling, history: Tensor, lengths: Tensor) -> Tensor:
     """The logits with tokens seen made less likely and repeated n-grams made impossible (-inf).
 
     `history` is int64 [rows, columns]: each row's prompt and what was generated so far, from column 0 on. `lengths`
-    is int64 [rows]: how many of its columns count (None = all); what stands behind them is not looked at. The logits
+    is int64 [rows]: how many of its columns count; what stands behind them is not looked at. The logits
     given are not written to; with neither penalty nor ban they are returned as they are. The repetition penalty is
     that of Keskar et al., "CTRL" (2019). A ban may leave a row without any token, which `unusable` finds.
     """
     if history.shape[1] == 0 or not sampling.adjusts:
         return logits
-    if lengths is None:
-        lengths = torch.full((history.shape[0],), history.shape[1], device=history.device)
     if sampling.repetition_penalty != 1:
         logits = _penalised(logits, sampling.repetition_penalty, history, lengths[:, None])
     if sampling.no_repeat_ngram is not None:
@@ -250,59 +242,28 @@ FIRST_NUMBERS = 256
 
 
 class Uniforms:
-    """The uniform numbers in [0, 1) of some prompts: fp64 [prompts, length] tables on the device, made when first used.
-    `numbers` makes them as far as they are needed, where most texts end long before their length.
+    """The uniform numbers in [0, 1) of the prompt with this number among all that the user gave, a table for each use.
 
-    Row r belongs to the prompt numbered `prompts[r]` among all that the user gave, column p to its generated token p.
-    The numbers are those of Philox-4x64-10 with key (seed, use) and counter (position, prompt): integer arithmetic, the
-    same on every device and with every version of torch and numpy. 8 bytes a number.
+    Entry p of a table belongs to the prompt's generated token p. The numbers are those of Philox-4x64-10 with key
+    (seed, use) and counter (position, prompt): integer arithmetic, the same with every version of torch and numpy.
     """
 
-    def __init__(
-        self, seed: int | None, prompts: Sequence[int], length: int, device: torch.device | str = "cpu"
-    ) -> None:
-        self.seed = fresh_seed() if seed is None else seed
-        """The seed given, or the fresh one: report it, and the same text can be had again."""
-        self._prompts, self._length, self._device = prompts, length, device
+    def __init__(self, seed: int, prompt: int, length: int) -> None:
+        self._seed, self._prompt, self._length = seed, prompt, length
         self._tables: dict[Use, Tensor] = {}
 
-    @property
-    def draws(self) -> Tensor:
-        """For `draw`: one a generated token."""
-        return self.numbers("draws", self._length)
-
-    @property
-    def acceptances(self) -> Tensor:
-        """Whether a draft's token at this position is accepted."""
-        return self.numbers("acceptances", self._length)
-
-    @property
-    def proposals(self) -> Tensor:
-        """For the draft's own draw at this position: independent of what then judges it."""
-        return self.numbers("proposals", self._length)
-
     def numbers(self, use: Use, stop: int) -> Tensor:
-        """fp64 [prompts, at least `stop`, but at most the length]: the first ones of a table."""
+        """fp64 [at least `stop`, but at most the length]: the first ones, as most texts end long before it."""
         known = self._tables.get(use)
         stop = min(stop, self._length)
-        if known is None or known.shape[1] < stop:  # twice as many each time: numbers that are made again cost little
-            count = min(self._length, max(stop, FIRST_NUMBERS, 0 if known is None else 2 * known.shape[1]))
-            known = self._tables[use] = self._table(_USES[use], count)
+        if known is None or len(known) < stop:  # twice as many each time: numbers that are made again cost little
+            count = min(self._length, max(stop, FIRST_NUMBERS, 0 if known is None else 2 * len(known)))
+            # One counter gives 4 numbers, and words 0 and 1 count them; prompts differ in word 2: no two overlap.
+            key, counter = [self._seed, _USES[use]], [0, 0, self._prompt, 0]
+            made = np.random.Philox(key=np.array(key, np.uint64), counter=np.array(counter, np.uint64))
+            bits = made.random_raw(count) >> np.uint64(11)  # 53 bits of each
+            known = self._tables[use] = torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
         return known
-
-    def _table(self, use: int, length: int) -> Tensor:
-        rows = [uniform_row(self.seed, use, prompt, length) for prompt in self._prompts]
-        table = np.stack(rows) if rows else np.empty((0, length))
-        return torch.from_numpy(table).to(self._device)
-
-
-def uniform_row(seed: int, use: int, prompt: int, length: int) -> NDArray[np.float64]:
-    """fp64 [length]: 53 random bits each. Another `length` gives the same numbers, more or fewer of them."""
-    # One counter gives 4 numbers, and words 0 and 1 count them; prompts differ in word 2, so no two ever overlap.
-    bits = np.random.Philox(
-        key=np.array([seed, use], dtype=np.uint64), counter=np.array([0, 0, prompt, 0], dtype=np.uint64)
-    ).random_raw(length)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def fresh_seed() -> int:

@@ -1,6 +1,6 @@
 """Compares a prepared model with the model itself: the logits of a few tokens, the last ones through the cache.
 
-What a model computes is known here by its class. That is checked (plain_modules.py), but a class can be patched, and
+What a model computes is known here by its class. That is checked (families.py), but a class can be patched, and
 two releases of a library may differ: the numbers decide. The weights as they were read are run in the model's own
 precision by torch's operations, where they must agree closely; then the form that generates, within what its bits can
 do.
@@ -8,18 +8,16 @@ do.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
-from flatout.infer.generation.cache import KeyValueCache, Span
-from flatout.infer.generation.decoder import Decoder, Storage
-from flatout.infer.generation.native_decoder import NativeDecoder
+from flatout.infer.generation.cache import CachedEngine
+from flatout.infer.generation.decoder import Storage
+from flatout.infer.generation.families import REMEDY
 from flatout.infer.generation.own_forward import difference, evaluating
-from flatout.infer.generation.plain_modules import REMEDY
 from flatout.infer.generation.torch_decoder import TorchDecoder
+from flatout.infer.prediction.calling import forward_parameters
 from flatout.precision.matmul import current_matmul_precision
 
 TOKENS, THROUGH_CACHE = 5, 1
@@ -29,9 +27,9 @@ LIMITS: dict[Storage, float] = {"fp32": 2e-3, "bf16": 0.15, "int8": 0.5, "int4":
 that have nothing to do with each other differ by 1.4."""
 
 
-def check_against_model(model: nn.Module, decoder: Decoder, engine: NativeDecoder | TorchDecoder) -> None:
+def check_against_model(model: nn.Module, engine: CachedEngine) -> None:
     """UsageError where logits differ by more than LIMITS; those that are not finite are for generation to report."""
-    device = engine.device
+    decoder, device, form = engine.decoder, engine.device, engine.storage
     count = min(TOKENS, decoder.max_tokens)
     cut = max(1, count - THROUGH_CACHE)
     generator = torch.Generator().manual_seed(1)
@@ -42,13 +40,12 @@ def check_against_model(model: nn.Module, decoder: Decoder, engine: NativeDecode
     own: Storage = "fp32" if decoder.tokens.dtype in (torch.float32, torch.float64) else "bf16"
     full = own == "fp32" and current_matmul_precision() == "highest"
     closeness = LIMITS["fp32" if full else "bf16"]
-    if engine.storage == "fp32":
-        _compare(_logits(engine, tokens, cut=cut), wanted, closeness, "the weights as they were read")
+    if form == "fp32":
+        _compare(engine.logits(tokens, cut), wanted, closeness, "the weights as they were read")
         return
-    read = _logits(TorchDecoder(decoder, storage=own, device=device), tokens, cut=count)
+    read = TorchDecoder(decoder, storage=own, device=device).logits(tokens)
     _compare(read, wanted, closeness, "the weights as they were read")
-    form = engine.storage
-    _compare(_logits(engine, tokens, cut=cut), read, LIMITS[form], f"the weights in {form}")
+    _compare(engine.logits(tokens, cut), read, LIMITS[form], f"the weights in {form}")
 
 
 def _compare(found: Tensor, wanted: Tensor, most: float, what: str) -> None:
@@ -61,20 +58,9 @@ def _compare(found: Tensor, wanted: Tensor, most: float, what: str) -> None:
         raise UsageError(what, limit=limit, remedy=remedy)
 
 
-def _logits(engine: NativeDecoder | TorchDecoder, tokens: Tensor, *, cut: int) -> Tensor:
-    """fp32 [tokens, vocabulary]: `cut` tokens in one pass, the others in another over their keys and values."""
-    decoder, count = engine.decoder, len(tokens)
-    dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
-    passes = engine.with_cache(KeyValueCache(decoder, slots=1, length=count, dtype=dtype, device=engine.device))
-    parts = [passes.advance(tokens[:cut], [Span(slot=0, start=0, length=cut)], every=True)]
-    if cut < count:
-        parts.append(passes.advance(tokens[cut:], [Span(slot=0, start=cut, length=count - cut)], every=True))
-    return torch.cat(parts)
-
-
 def _own_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """fp32 [tokens, vocabulary], by the model's own forward pass without dropout."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    options = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
     with evaluating(model), torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         found = model(tokens[None], **options)
     logits = getattr(found, "logits", found)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from flatout.infer.generation.cache import KeyValueCache
 from flatout.infer.generation.decoder import Decoder, Storage
 from flatout.infer.generation.generated import Share
 from flatout.machine.ceilings import Ceilings
@@ -63,9 +62,8 @@ _UNITS = {"K": 2**10, "M": 2**20}
 
 @dataclass
 class UncountedWork:
-    """The time of passes whose work is not counted."""
+    """The time of passes of a model that is run by its own forward pass, whose work is not counted."""
 
-    why: str
     seconds: float = 0.0
 
     def add(self, spans: list[tuple[int, int]], logit_rows: int, seconds: float) -> None:
@@ -74,7 +72,8 @@ class UncountedWork:
 
     def share(self, ceilings: Ceilings | None) -> Share:
         """Unknown, and why."""
-        return Share(of="the ceilings", share=None, why_unknown=self.why)
+        why = "the model is run by its own forward pass, which is not counted"
+        return Share(of="the ceilings", share=None, why_unknown=why)
 
 
 @dataclass
@@ -122,8 +121,3 @@ class Work:
             return Share(of="memory bandwidth", share=None, why_unknown=in_cache)
         of = "memory bandwidth" if by_memory >= by_products else products
         return Share(of=of, share=max(by_memory, by_products) / self.seconds)
-
-
-def work_of(decoder: Decoder, storage: Storage, weight_bytes: int, cache: KeyValueCache) -> Work:
-    """An empty count, for passes that read `weight_bytes` and this cache."""
-    return Work(decoder, storage, weight_bytes, cache.dtype.itemsize, cache.keys[0].is_cuda)

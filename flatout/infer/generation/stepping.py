@@ -20,6 +20,7 @@ torch.Size([1, 1, 11])
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
+from flatout.infer.generation.families import REMEDY
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
 from flatout.infer.generation.share import UncountedWork
 from flatout.infer.generation.whole_texts import PADDING
@@ -39,38 +41,37 @@ TOKENS, CUT = 6, 4
 """Of the texts that a model is tried on, and where they are cut in two."""
 
 
-class Stepper(Protocol):
+class StateEngine(ABC):
     """A model that keeps a state, and how states are split and put together."""
 
     encodes: bool
     """Whether it begins with a source."""
     vocabulary: int
+    shares: bool
+    """Whether several texts may share a batch."""
 
-    def begin(self, sources: Tensor, valid: Tensor) -> State: ...
+    def __init__(self, run: OwnForward) -> None:
+        self.run, self.device, self.storage, self.max_tokens = run, run.device, run.storage, run.longest
 
-    def advance(self, tokens: Tensor, state: State) -> tuple[Tensor, State]: ...
+    def passes(self, slots: int, length: int) -> StatePasses:
+        """Passes over `slots` texts of one run, of any length."""
+        return StatePasses(self, slots)
 
+    @abstractmethod
+    def begin(self, sources: Tensor, valid: Tensor) -> State:
+        """The state of texts that begin with these sources."""
+
+    @abstractmethod
+    def advance(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """The logits [texts, tokens, vocabulary] after each of these tokens, and the state after the last."""
+
+    @abstractmethod
     def of_rows(self, state: State, rows: list[int]) -> State:
         """The state of these texts alone."""
 
-    def joined(self, states: Sequence[State]) -> State | None:
-        """The state of all these texts; None where they cannot share a batch."""
-
-    @property
-    def shares(self) -> bool:
-        """Whether several texts may share a batch."""
-
-
-class StateEngine:
-    """A stepper, as generation takes it."""
-
-    def __init__(self, run: OwnForward, stepper: Stepper, max_tokens: int | None = None) -> None:
-        self.stepper, self.device, self.storage = stepper, run.device, run.storage
-        self.max_tokens, self.vocabulary, self.encodes = max_tokens, stepper.vocabulary, stepper.encodes
-
-    def passes(self, slots: int) -> StatePasses:
-        """Passes over `slots` texts of one run."""
-        return StatePasses(self.stepper, slots, self.device)
+    @abstractmethod
+    def joined(self, state: State, other: State) -> State | None:
+        """The state of both groups of texts; None where they cannot share a batch."""
 
 
 @dataclass
@@ -84,30 +85,29 @@ class _Group:
 class StatePasses:
     """The states of one run's texts."""
 
-    def __init__(self, stepper: Stepper, slots: int, device: torch.device) -> None:
-        self._stepper, self.slots, self.device = stepper, slots, device
+    def __init__(self, of: StateEngine, slots: int) -> None:
+        self._of, self.slots, self.device = of, slots, of.device
         self._groups: list[_Group] = []
 
     @property
     def note(self) -> str:
         """What was found out about the model, in words; '' for nothing."""
-        return "" if self._stepper.shares else "one text at a time: its state has no batch dimension"
+        return "" if self._of.shares else "one text at a time: its state has no batch dimension"
 
-    def work(self) -> UncountedWork:
-        return UncountedWork("the model is run by its own forward pass, which is not counted")
+    work = UncountedWork
 
     def encode(self, slots: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
         """Read the sources of texts that begin; the one time that the encoder runs for them."""
         self._end(slots)
         together = [list(zip(slots, sources, strict=True))]
-        if not self._stepper.shares:
+        if not self._of.shares:
             together = [[one] for one in together[0]]
         for part in together:
             longest = max(len(source) for _, source in part)
             ids = [[*source, *[PADDING] * (longest - len(source))] for _, source in part]
             lengths = torch.tensor([len(source) for _, source in part], device=self.device)
             valid = torch.arange(longest, device=self.device) < lengths[:, None]
-            state = self._stepper.begin(torch.tensor(ids, device=self.device), valid)
+            state = self._of.begin(torch.tensor(ids, device=self.device), valid)
             self._groups.append(_Group([slot for slot, _ in part], state))
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
@@ -120,14 +120,14 @@ class StatePasses:
         if any(span.start for span in spans):
             self._keep_only(parts)
             self._join()
-        elif not self._stepper.encodes:
+        elif not self._of.encodes:
             self._end(list(parts))
             self._begin(spans)
         found: dict[int, Tensor] = {}
         for group in self._groups:
             if group.slots[0] in parts:
                 given = torch.stack([parts[slot] for slot in group.slots])
-                logits, group.state = self._stepper.advance(given, group.state)
+                logits, group.state = self._of.advance(given, group.state)
                 found.update(zip(group.slots, logits[:, -1].float(), strict=True))
         return torch.stack([found[span.slot] for span in spans])
 
@@ -138,7 +138,7 @@ class StatePasses:
         lengths = sorted({span.length for span in spans})
         for length in lengths:
             slots = [span.slot for span in spans if span.length == length]
-            self._groups += [_Group(one, None) for one in ([slots] if self._stepper.shares else [[s] for s in slots])]
+            self._groups += [_Group(one, None) for one in ([slots] if self._of.shares else [[s] for s in slots])]
 
     def _end(self, slots: Sequence[int]) -> None:
         """These slots are taken by other texts."""
@@ -150,19 +150,19 @@ class StatePasses:
         for group in self._groups:
             rows = [row for row, slot in enumerate(group.slots) if slot in slots]
             if len(rows) < len(group.slots) and rows:
-                group = _Group([group.slots[row] for row in rows], self._stepper.of_rows(group.state, rows))
+                group = _Group([group.slots[row] for row in rows], self._of.of_rows(group.state, rows))
             if rows:
                 groups.append(group)
         self._groups = groups
 
     def _join(self) -> None:
         """Groups that began apart go on together, where their states have the same shapes."""
-        if len(self._groups) < 2 or not self._stepper.shares:
+        if len(self._groups) < 2 or not self._of.shares:
             return
         groups: list[_Group] = []
         for group in self._groups:
             for index, other in enumerate(groups):
-                state = self._stepper.joined([other.state, group.state])
+                state = self._of.joined(other.state, group.state)
                 if state is not None:
                     groups[index] = _Group([*other.slots, *group.slots], state)
                     break
@@ -171,33 +171,28 @@ class StatePasses:
         self._groups = groups
 
 
-class ModelSteps:
+class ModelSteps(StateEngine):
     """A model that keeps the protocol of this module."""
 
     def __init__(self, run: OwnForward, *, method: str) -> None:
-        self._run, self._method = run, method
-        model = run.model
-        self.encodes = hasattr(model, "begin")
+        super().__init__(run)
+        self._method = method
+        self.encodes = hasattr(run.model, "begin")
         single = torch.zeros(1, 1, dtype=torch.int64, device=run.device)
-        first = self._begun(single)
-        self.vocabulary = self.advance(single, first)[0].shape[-1]
-        self._dimensions: list[int | None] | None = None
-        self._check()
-
-    @property
-    def shares(self) -> bool:
-        return self._dimensions is not None
+        self.vocabulary = self.advance(single, self._begun(single))[0].shape[-1]
+        self._dimensions = self._checked()
+        self.shares = self._dimensions is not None
 
     def begin(self, sources: Tensor, valid: Tensor) -> State:
-        return self._run.call("begin", sources, valid)
+        return self.run.call("begin", sources, valid)
 
     def advance(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         given = (tokens,) if state is None else (tokens, state)
-        found = self._run.call(self._method, *given)
+        found = self.run.call(self._method, *given)
         if not isinstance(found, tuple | list) or len(found) != 2:
-            what = f"{type(self._run.model).__name__}.{self._method} gives a {type(found).__name__}"
+            what = f"{type(self.run.model).__name__}.{self._method} gives a {type(found).__name__}"
             raise UsageError(what, limit="it gives (logits, state)", remedy="see flatout.infer.generation.stepping")
-        return logits_of(found, tokens, self._run.model), found[1]
+        return logits_of(found, tokens, self.run.model), found[1]
 
     def of_rows(self, state: State, rows: list[int]) -> State:
         leaves, form = tree_flatten(state)
@@ -208,35 +203,29 @@ class ModelSteps:
         ]
         return tree_unflatten(picked, form)
 
-    def joined(self, states: Sequence[State]) -> State | None:
-        leaves, forms = zip(*(tree_flatten(one) for one in states), strict=True)
-        if self._dimensions is None or any(form != forms[0] for form in forms):
+    def joined(self, state: State, other: State) -> State | None:
+        (ours, form), (theirs, other_form) = tree_flatten(state), tree_flatten(other)
+        if self._dimensions is None or form != other_form:
             return None
         made = []
-        for dimension, parts in zip(self._dimensions, zip(*leaves, strict=True), strict=True):
-            if dimension is None:
-                if any(part != parts[0] for part in parts):
-                    return None
-                made.append(parts[0])
-            else:
-                if any(_shape_without(part, dimension) != _shape_without(parts[0], dimension) for part in parts):
-                    return None
-                made.append(torch.cat(parts, dimension))
-        return tree_unflatten(made, forms[0])
+        for dimension, a, b in zip(self._dimensions, ours, theirs, strict=True):
+            differ = a != b if dimension is None else _shape_without(a, dimension) != _shape_without(b, dimension)
+            if differ:
+                return None
+            made.append(a if dimension is None else torch.cat((a, b), dimension))
+        return tree_unflatten(made, form)
 
     # inside
 
     def _begun(self, sources: Tensor) -> State:
         return self.begin(sources, torch.ones_like(sources, dtype=torch.bool)) if self.encodes else None
 
-    def _check(self) -> None:
-        """That a text in two parts has the logits that it has in one, and whether two texts may share a batch.
-
-        UsageError where the state does not carry a text on.
-        """
-        device, model = self._run.device, self._run.model
+    def _checked(self) -> list[int | None] | None:
+        """That a text in two parts has the logits that it has in one, else UsageError: the state does not carry a text
+        on. Returns the dimensions by which two texts may share a batch; None: they may not."""
+        device, model = self.device, self.run.model
         texts = torch.stack([trial_tokens(model, self.vocabulary, TOKENS, seed) for seed in (1, 2)]).to(device)
-        most = self._run.closeness
+        most = self.run.closeness
         wholes = [self.advance(text[None], self._begun(text[None]))[0][:, -1].clone() for text in texts]
         # Both are begun before one goes on: a state that the next text overwrites is none.
         states = [self.advance(text[None, :CUT], self._begun(text[None]))[1] for text in texts]
@@ -248,9 +237,9 @@ class ModelSteps:
                 limit = f"{most:.1%} of their spread is allowed: the state is all that is kept of a text"
                 remedy = "return a state that holds everything of the tokens before, in memory of its own"
                 raise UsageError(what, limit=limit, remedy=remedy)
-        self._dimensions = self._found_dimensions(texts, [whole[0] for whole in wholes], states[0], most)
+        return self._shared_dimensions(texts, [whole[0] for whole in wholes], states[0], most)
 
-    def _found_dimensions(
+    def _shared_dimensions(
         self, texts: Tensor, wholes: list[Tensor], single: State, most: float
     ) -> list[int | None] | None:
         try:
@@ -277,12 +266,9 @@ def dimensions_of(single: State, pair: State) -> list[int | None] | None:
                 return None
             found.append(None)
             continue
-        places = (
-            []
-            if one.dim() != two.dim()
-            else [place for place, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if sizes[0] != sizes[1]]
-        )
-        if len(places) != 1 or one.shape[places[0]] != 1 or two.shape[places[0]] != 2:
+        pairs = zip(one.shape, two.shape, strict=False)
+        places = [place for place, (a, b) in enumerate(pairs) if a != b]
+        if one.dim() != two.dim() or [(one.shape[place], two.shape[place]) for place in places] != [(1, 2)]:
             return None
         found.append(places[0])
     return found
@@ -312,3 +298,95 @@ def recurrent_steps(run: OwnForward) -> tuple[ModelSteps | None, str]:
         return ModelSteps(run, method="forward"), ""
     except UsageError as error:
         return None, f"what it returns besides its logits is not a state: {error.what}"
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether transformers calls it one."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(model, "generation_config")
+
+
+class _Cache(Protocol):
+    def batch_select_indices(self, indices: Tensor) -> None: ...
+
+
+@dataclass
+class _Read:
+    """Sources that were encoded, and what the decoder keeps of the texts so far."""
+
+    hidden: Tensor
+    """[texts, source tokens, width]"""
+    mask: Tensor
+    """int64 [texts, source tokens], 1 = a real token."""
+    cache: _Cache | None = None
+    """transformers' own; None before the first token."""
+
+
+class EncoderDecoderSteps(StateEngine):
+    """An encoder-decoder of transformers (T5, BART and others), by its own forward pass and its own cache.
+
+    The encoder runs once for each source; texts that began together go on together, and leave the batch as they end.
+    UsageError for one whose sources are no tokens, or whose cache, or padded sources, give other logits than the whole
+    forward pass.
+    """
+
+    encodes = True
+    shares = True
+
+    def __init__(self, run: OwnForward) -> None:
+        super().__init__(run)
+        model = run.model
+        name = getattr(model, "main_input_name", "input_ids")
+        if name != "input_ids" or not hasattr(model, "get_encoder"):
+            what = f"the {type(model).__name__} reads {name}"
+            raise UsageError(what, limit="a source here is a text, or its token ids", remedy=REMEDY)
+        single = torch.zeros(1, 1, dtype=torch.int64, device=run.device)
+        self.vocabulary = self._whole(single, single).shape[-1]
+        self._check()
+
+    def begin(self, sources: Tensor, valid: Tensor) -> _Read:
+        mask = valid.to(torch.int64)
+        found = self.run.call("get_encoder()", input_ids=sources, attention_mask=mask)
+        return _Read(hidden=found[0], mask=mask)
+
+    def advance(self, tokens: Tensor, state: _Read) -> tuple[Tensor, _Read]:
+        found = self.run(
+            encoder_outputs=(state.hidden,),
+            attention_mask=state.mask,
+            decoder_input_ids=tokens,
+            past_key_values=state.cache,
+            use_cache=True,
+        )
+        return logits_of(found, tokens, self.run.model), _Read(state.hidden, state.mask, found.past_key_values)
+
+    def of_rows(self, state: _Read, rows: list[int]) -> _Read:
+        picked = torch.tensor(rows, device=state.hidden.device)
+        if state.cache is not None:
+            state.cache.batch_select_indices(picked)
+        return _Read(state.hidden[picked], state.mask[picked], state.cache)
+
+    def joined(self, state: _Read, other: _Read) -> None:
+        """Never: their texts have other lengths."""
+
+    # inside
+
+    def _whole(self, source: Tensor, target: Tensor) -> Tensor:
+        found = self.run(input_ids=source, decoder_input_ids=target, use_cache=False)
+        return logits_of(found, target, self.run.model)
+
+    def _check(self) -> None:
+        """A short source beside a longer one, the target in two parts, against the whole forward pass of each."""
+        model, device = self.run.model, self.run.device
+        draw = [trial_tokens(model, self.vocabulary, TOKENS, seed).to(device)[None] for seed in (1, 2, 3, 4)]
+        short, long, targets = draw[0][:, :CUT], draw[1], torch.cat(draw[2:])
+        wanted = [self._whole(source, target[None]) for source, target in zip((short, long), targets, strict=True)]
+        sources = torch.cat((nn.functional.pad(short, (0, TOKENS - CUT)), long))
+        valid = torch.ones_like(sources, dtype=torch.bool)
+        valid[0, CUT:] = False
+        first, state = self.advance(targets[:, :CUT], self.begin(sources, valid))
+        second, _ = self.advance(targets[:, CUT:], state)
+        apart = difference(torch.cat((first, second), dim=1), torch.cat(wanted))
+        most = self.run.closeness
+        if apart > most:
+            what = f"with its cache, the {type(model).__name__}'s logits differ by {apart:.1%} of their spread"
+            raise UsageError(what, limit=f"{most:.1%} is allowed", remedy=REMEDY)

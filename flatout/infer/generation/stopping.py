@@ -6,7 +6,7 @@ character (or token), the longest. All stops of a kind are matched at once by an
 string matching", 1975), one step per token or character. Its depth is also the length of what may turn out to be part
 of a stop, which a stream must hold back.
 
->>> stops = stops_from([[1, 1, 2]], eos=0)
+>>> stops = stops_from([[1, 1, 2]], eos=[0])
 >>> watch = Watch(stops, limit=10)
 >>> [watch.feed(token) for token in (7, 1, 1, 1, 2)]
 [False, False, False, False, True]
@@ -24,7 +24,6 @@ from typing import Literal, TypeVar
 from flatout.errors import UsageError
 from flatout.infer.generation.detokenising import Decode, Detokeniser
 from flatout.infer.generation.token_ids import whole_number
-from flatout.infer.tokenizer_source import Tokenizer
 
 Reason = Literal["eos", "stop", "length"]
 S = TypeVar("S", bound=Sized)
@@ -98,33 +97,28 @@ class Stops:
 
 
 def stops_from(
-    stop: object = None,
-    eos: int | Sequence[int] | None = None,
-    tokenizer: Tokenizer | Decode | None = None,
-    *,
-    vocabulary: int | None = None,
+    stop: object = None, eos: Sequence[int] = (), decode: Decode | None = None, *, vocabulary: int | None = None
 ) -> Stops:
     """The stops that the user names.
 
     `stop` is a token id, a text, or a list; of a list each element is a stop: an id, a text or a list of ids (a
-    sequence). `eos` is the model's end-of-text id or ids. `tokenizer` has a method decode(list of ids), or is that
-    function. Raises UsageError for any other type, for empty stops, and for ids not below `vocabulary`.
+    sequence). `eos` are the model's end-of-text ids. Raises UsageError for any other type, for empty stops, and for ids
+    not below `vocabulary`.
     """
     ids, sequences, texts = [], [], []
     for one in stop if isinstance(stop, list | tuple) else [] if stop is None else [stop]:
         if isinstance(one, str):
             texts.append(_not_empty(one, stop))
         elif isinstance(one, list | tuple):
-            sequences.append(tuple(_token(part, stop, "stop", vocabulary) for part in _not_empty(one, stop)))
+            sequences.append(tuple(_token(part, stop, vocabulary) for part in _not_empty(one, stop)))
         else:
-            ids.append(_token(one, stop, "stop", vocabulary))
-    ends = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+            ids.append(_token(one, stop, vocabulary))
     return Stops(
-        eos=frozenset(_token(end, eos, "eos", vocabulary) for end in ends),
+        eos=frozenset(eos),
         token_ids=frozenset(ids),
         sequences=tuple(dict.fromkeys(sequences)),
         texts=tuple(dict.fromkeys(texts)),
-        decode=tokenizer.decode if tokenizer is not None and hasattr(tokenizer, "decode") else tokenizer,
+        decode=decode,
     )
 
 
@@ -135,19 +129,17 @@ def _not_empty(one: S, stop: object) -> S:
     return one
 
 
-KINDS = {"stop": "a token id, a text, or a list of ids, texts or lists of ids", "eos": "an id or a list of ids"}
-
-
-def _token(value: object, given: object, name: str, vocabulary: int | None) -> int:
+def _token(value: object, stop: object, vocabulary: int | None) -> int:
     """A token id, numpy's integers included."""
     token = None if isinstance(value, bool) else whole_number(value)
     if token is None:
-        what = f"{name} is {given!r}: {value!r} is of type {type(value).__name__}"
-        remedy = f"pass {name}=[...] with those; tensors and arrays as lists, by tolist()"
-        raise UsageError(what, limit=f"it must be {KINDS[name]}", remedy=remedy)
+        what = f"stop is {stop!r}: {value!r} is of type {type(value).__name__}"
+        limit = "it must be a token id, a text, or a list of ids, texts or lists of ids"
+        remedy = "pass stop=[...] with those; tensors and arrays as lists, by tolist()"
+        raise UsageError(what, limit=limit, remedy=remedy)
     if token < 0 or (vocabulary is not None and token >= vocabulary):
         limit = f"token ids are 0 to {vocabulary - 1}" if vocabulary is not None else "token ids are not negative"
-        raise UsageError(f"{name} token {token}", limit=limit, remedy="pass an id of this model's vocabulary")
+        raise UsageError(f"stop token {token}", limit=limit, remedy="pass an id of this model's vocabulary")
     return token
 
 
@@ -167,16 +159,13 @@ class Ending:
 class Watch:
     """One prompt's text as it grows. Feed its generated tokens until one ends it.
 
-    With `decode` (or stop texts) the text is made too, and `take` returns what of it is final: no partial character,
+    Where the stops have a `decode` the text is made too, and `take` returns what of it is final: no partial character,
     and nothing that may turn out to be part of a stop. `before` as for Detokeniser. `limit`: the most tokens generated.
     """
 
-    def __init__(
-        self, stops: Stops, *, limit: int | None = None, decode: Decode | None = None, before: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, stops: Stops, *, limit: int | None = None, before: Sequence[int] = ()) -> None:
         self._stops, self._limit = stops, limit
-        decode = decode or (stops.decode if stops.texts else None)
-        self._text = None if decode is None else _GrowingText(Detokeniser(decode, before), stops.in_text)
+        self._text = None if stops.decode is None else _GrowingText(Detokeniser(stops.decode, before), stops.in_text)
         self._generated = 0
         self._node = 0
         self._sequences = bool(stops.sequences)  # most have none, and each token should cost next to nothing

@@ -20,10 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import fmean, median_low
-
-from flatout.errors import UsageError
 
 SIZES = (2, 4, 8)
 """Numbers of guesses to choose from: few, as each is a shape to compile or record."""
@@ -86,12 +83,8 @@ class _Times:
 class Throttle:
     """Of one batch: `choose` before each pass, `observe` after it. Reads no clock."""
 
-    def __init__(self, sizes: Sequence[int] = SIZES) -> None:
-        if not sizes or sizes[0] < 1 or any(size >= larger for size, larger in pairwise(sizes)):
-            what = f"numbers of guesses {tuple(sizes)}"
-            raise UsageError(what, limit="at least one, from 1, ascending", remedy=f"leave them out for {SIZES}")
-        self.sizes = tuple(sizes)
-        self._times = {size: _Times() for size in (0, *self.sizes)}
+    def __init__(self) -> None:
+        self._times = {size: _Times() for size in (0, *SIZES)}
         self._elapsed = 0.0
         self._lost = 0.0  # seconds
         self._size = 0  # guesses a pass; 0 = off
@@ -135,8 +128,8 @@ class Throttle:
 
     def _size_of(self, proposed: int) -> int:
         """A pass over fewer guesses than a size counts as one of that size: it is hardly shorter."""
-        assert proposed <= self.sizes[-1], f"{proposed} guesses where at most {self.sizes[-1]} were asked for"
-        sizes = (0, *self.sizes)
+        assert proposed <= SIZES[-1], f"{proposed} guesses where at most {SIZES[-1]} were asked for"
+        sizes = (0, *SIZES)
         return sizes[bisect_left(sizes, proposed)]
 
     def expected_tokens(self, size: int) -> float:
@@ -163,7 +156,7 @@ class Throttle:
 
     def _seconds_by_neighbours(self, size: int) -> float:
         plain = self.expected_seconds(0)
-        known = {other: self._times[other].typical() for other in self.sizes if other != size and self._known(other)}
+        known = {other: self._times[other].typical() for other in SIZES if other != size and self._known(other)}
         below = max((other for other in known if other < size), default=0)
         above = min((other for other in known if other > size), default=None)
         start = known[below] if below else plain
@@ -203,7 +196,7 @@ class Throttle:
     def _wait_for_a_try(self) -> None:
         if self._size:
             return
-        plain, smallest = self.expected_seconds(0), self.sizes[0]
+        plain, smallest = self.expected_seconds(0), SIZES[0]
         loss = self._charged_seconds(smallest, self._seconds_by_neighbours(smallest)) - plain
         if self._waited >= self._wait and loss <= self._allowance():
             self._size, self._trying, self._tries, self._gained = smallest, True, 0, 0.0
@@ -215,7 +208,7 @@ class Throttle:
             if self._tries == MOST_TRIES or -self._gained > TRY * self.expected_seconds(0) or self._allowance() < 0:
                 self._switch_off()
             return
-        best = max(self.sizes, key=self.gain)
+        best = max(SIZES, key=self.gain)
         if self.gain(best) < LEAST_GAIN or self._allowance() < 0:
             self._switch_off()
         else:
@@ -227,7 +220,7 @@ class Throttle:
         self._size, self._trying, self._waited = 0, False, 0
 
     def _forget_acceptances(self) -> None:
-        self._hits, self._trials = [0.0] * self.sizes[-1], [0.0] * self.sizes[-1]
+        self._hits, self._trials = [0.0] * SIZES[-1], [0.0] * SIZES[-1]
 
     def _count_acceptances(self, proposed: int, rows: Sequence[int]) -> None:
         """A row that accepts n guesses has tried the first n + 1: after a rejected one nothing is known.

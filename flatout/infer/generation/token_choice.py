@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flatout.errors import UsageError
-from flatout.infer.generation.sampling import Sampling, Uniforms, adjusted, next_tokens, unusable
+from flatout.infer.generation.sampling import Sampling, adjusted, next_tokens, unusable
 from flatout.infer.generation.token_ids import plain_number, whole_number
 
 
@@ -218,28 +218,14 @@ def place_of(
 
 
 class Rows:
-    """The sequences of one pass on the device: chooses their next tokens without asking the host.
+    """The sequences of some passes on the device: chooses their next tokens without asking the host.
 
-    A new one is made whenever the sequences change. place: where the rows stand, if the choice looks back. made: how
-    many tokens of each were generated.
+    A new one is made whenever the sequences change. place: where the rows stand, if the choice looks back. draws: fp64
+    [rows, passes], their uniform numbers; None for greedy.
     """
 
-    def __init__(
-        self,
-        choice: Choice,
-        place: Place | None,
-        made: Sequence[int],
-        uniforms: Sequence[Uniforms | None],
-        *,
-        device: torch.device,
-        ahead: int,
-    ) -> None:
-        self._choice, self._place = choice, place
-        self._draws: Tensor | None = None
-        if not choice.sampling.greedy:
-            drawn = zip(uniforms, made, strict=True)
-            rows = [one.numbers("draws", start + ahead)[0, start : start + ahead] for one, start in drawn if one]
-            self._draws = torch.stack(rows).to(device)
+    def __init__(self, choice: Choice, place: Place | None, draws: Tensor | None) -> None:
+        self._choice, self._place, self._draws = choice, place, draws
         self._step = 0
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,21 +21,18 @@ from torch import nn
 from flatout.arguments import as_model, as_plan, as_whole_number
 from flatout.errors import PlanError, UsageError
 from flatout.infer.generation.batch_run import BatchRun, Text
+from flatout.infer.generation.cache import CachedPasses
 from flatout.infer.generation.decoder import Decoder
-from flatout.infer.generation.detokenising import Decode
-from flatout.infer.generation.generated import Generation, Piece, Reason, Speculation
-from flatout.infer.generation.guesser import Guesser
+from flatout.infer.generation.generated import Generation, Piece, Speculation
 from flatout.infer.generation.model_settings import ModelSettings, read_settings
-from flatout.infer.generation.native_decoder import NativePasses
 from flatout.infer.generation.prepared import Engine, Prepared, kept
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.generation.sampling import Sampling, Uniforms, fresh_seed
 from flatout.infer.generation.share import known_ceilings
-from flatout.infer.generation.stepping import StatePasses
-from flatout.infer.generation.stopping import Stops, Watch, stops_from
+from flatout.infer.generation.speculation import Guesser
+from flatout.infer.generation.stopping import Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.token_ids import plain_number
-from flatout.infer.generation.torch_decoder import TorchPasses
 from flatout.infer.tokenizer_source import Tokenizer, as_tokenizer, decode_of, encode_of
 from flatout.plan import Plan
 
@@ -59,26 +56,8 @@ _ELSEWHERE = {
 }
 """Names that transformers and other libraries have for a setting -> what does the same here. By its spelling alone
 eos_token_id would be taken for forced_eos_token_id, which does something else."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """One checked call: everything but its cache."""
-
-    prepared: Prepared
-    draft: Prepared | None
-    choice: Choice
-    texts: list[Text]
-    seed: int | None
-    settings: ModelSettings
-    slots: int
-    guesses: bool
-    """Whether to guess ahead without a draft."""
-
-    @property
-    def length(self) -> int:
-        """Of the longest text (of an encoder-decoder, of its target) without its last token, which nothing reads."""
-        return max(len(text.prompt) + text.limit - 1 for text in self.texts)
+_SAMPLING: Callable[..., Sampling] = Sampling  # both check their fields themselves
+_RULES: Callable[..., TokenRules] = TokenRules
 
 
 class TokenGenerator:
@@ -122,7 +101,8 @@ class TokenGenerator:
     ) -> None:
         self.plan = as_plan(plan, "generate")
         as_model(model)
-        self.tokenizer, self._words = _one_at_a_time(tokenizer)
+        self.tokenizer = None if tokenizer is None else _OneAtATime(as_tokenizer(tokenizer))
+        self._words = None if self.tokenizer is None else self.tokenizer.decode
         self._model, self._draft_model = model, draft
         self._slots = _count("slots", slots)
         self._preparing = threading.Lock()
@@ -133,7 +113,11 @@ class TokenGenerator:
         if draft is not None:
             self._draft = self._prepare(as_model(draft, "draft"), self.plan)
             _check_guesses(self._draft, "the draft")
-            _check_draft(self._prepared.vocabulary, self._draft.vocabulary)
+            own, of_draft = self.engine.vocabulary, self._draft.engine.vocabulary
+            if own != of_draft:
+                what = f"the draft's vocabulary has {of_draft} tokens"
+                limit = f"the model's has {own}, and a guess must mean the same to both"
+                raise UsageError(what, limit=limit, remedy="use a draft of the same tokenizer")
 
     @property
     def engine(self) -> Engine:
@@ -186,11 +170,9 @@ class TokenGenerator:
 
         UsageError: a prompt or setting that cannot be used. NumericsError: logits that are NaN, +inf or all -inf.
         """
-        start = decoder_start_token_id
-        request = self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end, start)
-        run = _Run(request)
+        run = self._run(prompts, max_new_tokens, attention_mask, stop, ignore_end, decoder_start_token_id, settings)
         ended = made = 0
-        strings = ["" for _ in request.texts]
+        strings = ["" for _ in run.texts]
         for piece in run.pieces():
             ended += piece.reason is not None
             made += len(piece.tokens)
@@ -213,26 +195,26 @@ class TokenGenerator:
         **settings: object,
     ) -> Iterator[Piece]:
         """The same as pieces, as they come; those of several prompts take turns."""
-        start = decoder_start_token_id
-        request = self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end, start)
-        return _Run(request).pieces()
+        run = self._run(prompts, max_new_tokens, attention_mask, stop, ignore_end, decoder_start_token_id, settings)
+        return run.pieces()
 
     # inside
 
-    def _request(
+    def _run(
         self,
         prompts: object,
         max_new_tokens: int | None,
         attention_mask: object,
-        settings: dict[str, object],
         stop: object,
-        no_end: bool,
-        start: int | None,
-    ) -> _Request:
+        ignore_end: bool,
+        decoder_start_token_id: int | None,
+        settings: dict[str, object],
+    ) -> _Run:
         max_new_tokens = _count("max_new_tokens", max_new_tokens)
         settings = {name: plain_number(value) for name, value in settings.items()}
         prepared, draft = self._current()
-        vocabulary, encodes = prepared.vocabulary, prepared.encodes
+        engine = prepared.engine
+        vocabulary, max_tokens, encodes = engine.vocabulary, engine.max_tokens, engine.encodes
         given = {**settings, "max_new_tokens": max_new_tokens, "stop": stop}
         own = read_settings(self._model, given, encodes=encodes)
         pad = own.pad_token if own.pad_token is not None else getattr(self.tokenizer, "pad_token_id", None)
@@ -240,13 +222,13 @@ class TokenGenerator:
             prompts,
             tokenizer=self.tokenizer,
             vocabulary=vocabulary,
-            max_tokens=prepared.max_tokens,
+            max_tokens=max_tokens,
             attention_mask=attention_mask,
             pad_token=pad,
             end_tokens=own.end_tokens,
         )
-        first = _start_token(plain_number(start), own, vocabulary, encodes)
-        ends = [] if no_end else [one for one in own.end_tokens if 0 <= one < vocabulary]
+        first = _start_token(plain_number(decoder_start_token_id), own, vocabulary, encodes)
+        ends = [] if ignore_end else [one for one in own.end_tokens if 0 <= one < vocabulary]
         choice = _choice(settings, own, ends, vocabulary)
         stops = stops_from(list(own.stop_strings) if stop is None else stop, ends, self._words, vocabulary=vocabulary)
         seed = None if choice.sampling.greedy else choice.sampling.seed
@@ -256,19 +238,22 @@ class TokenGenerator:
             prompt = one if first is None else [first]
             wanted = _wanted(prompt, max_new_tokens, own)
             # The last token is not read: it may be one more than the model reads.
-            room = wanted if prepared.max_tokens is None else prepared.max_tokens - len(prompt) + 1
-            texts.append(self._text(index, prompt, None if first is None else one, room, wanted, stops, seed))
-        slots = min(self._slots or DEFAULT_SLOTS[prepared.engine.device.type], len(texts))
-        return _Request(
-            prepared=prepared,
-            draft=draft,
-            choice=choice,
-            texts=texts,
-            seed=seed,
-            settings=own,
-            slots=slots,
-            guesses=self.plan.speculation is not None,
-        )
+            room = wanted if max_tokens is None else max_tokens - len(prompt) + 1
+            limit = min(wanted, room, _ENDLESS)
+            before = prompt if first is None else ()  # what a decoder begins with is no text that goes on
+            text = Text(
+                index=index,
+                prompt=prompt,
+                source=None if first is None else one,
+                limit=limit,
+                at_limit="context" if limit == room < wanted else "length",
+                watch=Watch(stops, limit=limit, before=before),
+                uniforms=None if seed is None else Uniforms(seed, index, limit),
+            )
+            texts.append(text)
+        slots = min(self._slots or DEFAULT_SLOTS[engine.device.type], len(texts))
+        guesses = self.plan.speculation is not None
+        return _Run(prepared, draft, choice, texts, seed, own, slots, guesses)
 
     def _prepare(self, model: nn.Module, plan: Plan) -> Prepared:
         return Prepared(model, plan)
@@ -278,82 +263,54 @@ class TokenGenerator:
         with self._preparing:
             if self._prepared.seen.changed(self._model):
                 self._prepared = self._prepare(self._model, self.plan)
-            if (
-                self._draft is not None
-                and self._draft_model is not None
-                and self._draft.seen.changed(self._draft_model)
-            ):
-                self._draft = self._prepare(self._draft_model, self.plan)
+            draft, model = self._draft, self._draft_model
+            if draft is not None and model is not None and draft.seen.changed(model):
+                self._draft = self._prepare(model, self.plan)
             return self._prepared, self._draft
 
-    def _text(
-        self,
-        index: int,
-        prompt: list[int],
-        source: list[int] | None,
-        room: int,
-        wanted: int,
-        stops: Stops,
-        seed: int | None,
-    ) -> Text:
-        limit = min(wanted, room, _ENDLESS)
-        at_limit: Reason = "context" if limit == room < wanted else "length"
-        return Text(
-            index=index,
-            prompt=prompt,
-            source=source,
-            limit=limit,
-            at_limit=at_limit,
-            # What a decoder begins with is no text that goes on.
-            watch=Watch(stops, limit=limit, decode=self._words, before=prompt if source is None else ()),
-            uniforms=None if seed is None else Uniforms(seed, [index], limit),
-        )
 
-
+@dataclass
 class _Run:
-    """One running request, with its own caches from the first piece to the last."""
+    """One checked call, with its own caches from the first piece to the last."""
 
-    def __init__(self, request: _Request) -> None:
-        self._request = request
-        self._run: BatchRun | None = None
-        self._note = ""
+    prepared: Prepared
+    draft: Prepared | None
+    choice: Choice
+    texts: list[Text]
+    seed: int | None
+    settings: ModelSettings
+    slots: int
+    guesses: bool
+    """Whether to guess ahead without a draft."""
+    batches: BatchRun | None = None
+    note: str = ""
 
     def pieces(self) -> Iterator[Piece]:
-        request = self._request
-        sources = [one for one in (request.prepared, request.draft) if one is not None]
-        leased = [one.lease(request.length, request.slots) for one in sources]
+        # Of the longest text (of an encoder-decoder, of its target) without its last token, which nothing reads.
+        length = max(len(text.prompt) + text.limit - 1 for text in self.texts)
+        sources = [one for one in (self.prepared, self.draft) if one is not None]
+        leased = [one.lease(length, self.slots) for one in sources]
         draft = leased[1] if len(leased) > 1 else None
-        assert draft is None or isinstance(draft, NativePasses | TorchPasses), "another draft was refused"
-        encode = leased[0].encode if isinstance(leased[0], StatePasses) and request.prepared.encodes else None
+        assert draft is None or isinstance(draft, CachedPasses), "another draft was refused"
+        guesser = Guesser(self.choice, draft) if draft is not None or self.guesses else None
         try:
-            guesser = self._guesser(draft)
-            self._run = BatchRun(leased[0], request.choice, request.texts, guesser, self._check, encode)
-            yield from self._run.pieces()
+            self.batches = BatchRun(leased[0], self.choice, self.texts, guesser, self._check)
+            yield from self.batches.pieces()
         finally:  # at the end, and where a stream is left in its middle
-            self._note = leased[0].note
+            self.note = leased[0].note
             for one, passes in zip(sources, leased, strict=True):
                 one.give_back(passes)
 
     def generation(self, strings: list[str] | None) -> Generation:
         """Everything, once the last piece has come."""
-        request, run = self._request, self._run
+        run, texts, engine = self.batches, self.texts, self.prepared.engine
         assert run is not None, "pieces were read"
-        texts, engine = request.texts, request.prepared.engine
-        ceilings = known_ceilings(request.prepared.engine.device)
-        endings = [text.watch.ending for text in texts]
-        reasons: list[Reason] = [
-            text.at_limit if ending is None or ending.reason == "length" else ending.reason
-            for text, ending in zip(texts, endings, strict=True)
-        ]
-        guesser = run.guesser
+        ceilings, guesser = known_ceilings(engine.device), run.guesser
         return Generation(
-            tokens=[
-                text.made[: len(text.made) if ending is None else ending.tokens]
-                for text, ending in zip(texts, endings, strict=True)
-            ],
+            tokens=[text.made[: text.watch.certain_tokens] for text in texts],
             texts=strings,
-            reasons=reasons,
-            seed=request.seed,
+            reasons=[text.reason for text in texts if text.reason is not None],
+            seed=self.seed,
             prompt_tokens=sum(len(text.source or text.prompt) for text in texts),
             generated_tokens=sum(len(text.made) for text in texts),
             prefill_seconds=run.reading.seconds,
@@ -361,20 +318,16 @@ class _Run:
             prefill_share=run.reading.share(ceilings),
             decode_share=run.writing.share(ceilings),
             storage=engine.storage,
-            engine="; ".join(part for part in (request.prepared.reason, self._note) if part),
-            model_settings=request.settings.taken,
+            engine="; ".join(part for part in (self.prepared.reason, self.note) if part),
+            model_settings=self.settings.taken,
             speculation=None
             if guesser is None
             else Speculation(proposed=guesser.proposed, accepted=guesser.accepted, passes=run.passes),
         )
 
-    def _guesser(self, draft: NativePasses | TorchPasses | None) -> Guesser | None:
-        wanted = draft is not None or self._request.guesses
-        return Guesser(self._request.choice, draft) if wanted else None
-
     def _check(self) -> None:
         """Between passes: a text must not come half from the old weights and half from the new."""
-        for one in (self._request.prepared, self._request.draft):
+        for one in (self.prepared, self.draft):
             if one is not None and one.seen.written():
                 limit = "its first part is that of the old weights"
                 remedy = "generate between training steps, or from a copy of the model (copy.deepcopy)"
@@ -438,13 +391,6 @@ class _OneAtATime:
             return self._decode(tokens)
 
 
-def _one_at_a_time(tokenizer: Tokenizer | None) -> tuple[_OneAtATime | None, Decode | None]:
-    if tokenizer is None:
-        return None, None
-    shared = _OneAtATime(as_tokenizer(tokenizer))
-    return shared, shared.decode
-
-
 def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -> int:
     """New tokens at most, by the caller, else by the model."""
     if max_new_tokens is not None:
@@ -453,10 +399,11 @@ def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -
         return as_whole_number(own.max_new_tokens, "the generation_config's max_new_tokens")
     if own.max_length is None:
         return MAX_NEW_TOKENS
-    if own.max_length <= len(prompt):
-        limit = f"the generation_config's max_length is {own.max_length}, prompt and new tokens together"
+    most = as_whole_number(own.max_length, "the generation_config's max_length")
+    if most <= len(prompt):
+        limit = f"the generation_config's max_length is {most}, prompt and new tokens together"
         raise UsageError(f"a prompt has {len(prompt)} tokens", limit=limit, remedy="pass max_new_tokens=...")
-    return own.max_length - len(prompt)
+    return most - len(prompt)
 
 
 def _count(name: str, value: object) -> int | None:
@@ -472,27 +419,22 @@ def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int]
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             remedy = _ELSEWHERE.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
-            raise UsageError(
-                f"generating has no setting {name!r}", limit=f"there are {', '.join(known)}", remedy=remedy
-            )
+            what, limit = f"generating has no setting {name!r}", f"there are {', '.join(known)}"
+            raise UsageError(what, limit=limit, remedy=remedy)
     _check_own(own, vocabulary)
     given = {name: value for name, value in settings.items() if value is not None}
     sampling = {**own.sampling, **{name: value for name, value in given.items() if name in of_sampling}}
     rules = {**own.rules, **{name: value for name, value in given.items() if name in of_rules}}
-    make_sampling: Callable[..., Sampling] = Sampling  # both check their fields themselves
-    make_rules: Callable[..., TokenRules] = TokenRules
-    choice = Choice(sampling=make_sampling(**sampling), rules=make_rules(**rules).with_ends(ends))
+    choice = Choice(sampling=_SAMPLING(**sampling), rules=_RULES(**rules).with_ends(ends))
     choice.rules.check(vocabulary)
     return choice
 
 
 def _check_own(own: ModelSettings, vocabulary: int) -> None:
     """UsageError that names the generation_config: the caller did not pass these."""
-    make_sampling: Callable[..., Sampling] = Sampling
-    make_rules: Callable[..., TokenRules] = TokenRules
     try:
-        make_sampling(**{"temperature": 1.0, **own.sampling})  # the caller's temperature may be what it draws with
-        make_rules(**own.rules).check(vocabulary)
+        _SAMPLING(**{"temperature": 1.0, **own.sampling})  # the caller's temperature may be what it draws with
+        _RULES(**own.rules).check(vocabulary)
     except UsageError as error:
         remedy = "change model.generation_config (generation_config.json), or pass another value"
         raise UsageError(f"the model's generation_config: {error.what}", limit=error.limit, remedy=remedy) from error
@@ -519,10 +461,3 @@ def _check_guesses(prepared: Prepared, name: str) -> None:
         what = f"guessing ahead, and {name} is run by {prepared.reason}"
         limit = "a wrong guess is cut from a cache that is kept here"
         raise PlanError(what, limit=limit, remedy="leave out speculation and draft")
-
-
-def _check_draft(vocabulary: int, of_draft: int) -> None:
-    if vocabulary != of_draft:
-        what = f"the draft's vocabulary has {of_draft} tokens"
-        limit = f"the model's has {vocabulary}, and a guess must mean the same to both"
-        raise UsageError(what, limit=limit, remedy="use a draft of the same tokenizer")

@@ -16,24 +16,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatout.errors import PlanError
-from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.cache import CachedEngine, CachedPasses, KeyValueCache, Span
 from flatout.infer.generation.decoder import Block, Decoder, Linear, Norm, Storage, storage_of_head
-from flatout.infer.generation.share import Work, work_of
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
 
 Matrix = Callable[[Tensor], Tensor]
 
 
-class TorchDecoder:
-    """A decoder's weights as torch's operations take them; see NativeDecoder for what the two have in common."""
-
-    name = "torch"
+class TorchDecoder(CachedEngine):
+    """A decoder's weights as torch's operations take them."""
 
     def __init__(self, decoder: Decoder, *, storage: Storage, device: torch.device | str = "cpu") -> None:
-        self.decoder, self.storage = decoder, storage
-        self.device = torch.device(device)
+        super().__init__(decoder, storage, torch.device(device))
         self.dtype = torch.float32 if storage == "fp32" else torch.bfloat16
-        self.weight_bytes = 0
         self._tokens = self._moved(decoder.tokens)
         self._positions = None if decoder.positions is None else self._moved(decoder.positions)
         self._angles = None
@@ -50,7 +45,6 @@ class TorchDecoder:
         """One pass at a time on a GPU: what another thread starts meanwhile would end up in a graph being captured."""
 
     def with_cache(self, cache: KeyValueCache) -> TorchPasses:
-        """Passes that keep what they read in this cache."""
         return TorchPasses(self, cache)
 
     # inside
@@ -89,7 +83,7 @@ class TorchDecoder:
         queries, keys, values = heads.split(sizes, dim=1)
         queries = self._placed(queries, block.query_norm, positions)
         keys = self._placed(keys, block.key_norm, positions)
-        held_keys, held_values = cache.tensors(index)
+        held_keys, held_values = cache.keys[index], cache.values[index]
         held_keys[slots[:, None], :, positions] = keys.transpose(1, 2).to(held_keys.dtype)
         held_values[slots[:, None], :, positions] = values.transpose(1, 2).to(held_values.dtype)
         if seen:
@@ -145,26 +139,15 @@ class TorchDecoder:
         return matrix
 
 
-class TorchPasses:
-    """Passes over one cache. Several may run at once, in threads too, each with a cache of its own."""
-
-    note = ""
+class TorchPasses(CachedPasses):
+    _of: TorchDecoder
 
     def __init__(self, of: TorchDecoder, cache: KeyValueCache) -> None:
-        self._of, self.cache = of, cache
-        self.decoder, self.storage, self.device, self.slots = of.decoder, of.storage, of.device, cache.slots
+        super().__init__(of, cache)
         self._graphs: dict[int, _StepGraph] = {}
         """They write where this cache lies."""
 
-    def work(self) -> Work:
-        """Nothing yet: for passes to be added to."""
-        return work_of(self.decoder, self._of.storage, self._of.weight_bytes, self.cache)
-
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
-        """Read tokens, int64 [sum of the spans' lengths] on the device; their keys and values go into the cache.
-
-        Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
-        """
         with (
             self._of.alone if self.device.type == "cuda" else nullcontext(),
             torch.autocast(self.device.type, enabled=False),  # one around the call is not the plan's

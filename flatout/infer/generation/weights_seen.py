@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from flatout.infer.generation.plain_modules import HOOKS
+from flatout.infer.generation.families import HOOKS
+from flatout.infer.left_unchanged import version_of
 
 
 def settings_of(model: nn.Module) -> tuple[object, ...]:
@@ -39,14 +40,14 @@ class WeightsSeen:
     def __init__(self, model: nn.Module, *, buffers: bool = True) -> None:
         self._buffers = buffers
         self._tensors = list(_tensors(model, buffers))
-        self._versions = [_version(one) for one in self._tensors]
+        self._versions = [version_of(one) for one in self._tensors]
         self._places = [_place(one) for one in self._tensors]
         self._settings = settings_of(model)
         self._samples = _samples(self._tensors)
 
     def written(self) -> bool:
         """Whether a tensor was written to, as autograd counts it: for between two passes, in some microseconds."""
-        return [_version(one) for one in self._tensors] != self._versions
+        return [version_of(one) for one in self._tensors] != self._versions
 
     def changed(self, model: nn.Module) -> bool:
         """Whether the model is another one than at that moment."""
@@ -62,10 +63,6 @@ class WeightsSeen:
 def _tensors(model: nn.Module, buffers: bool) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers() if buffers else ()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(tensor: Tensor) -> bool:

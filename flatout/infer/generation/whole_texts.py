@@ -7,7 +7,6 @@ own pass.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of
 from flatout.infer.generation.share import UncountedWork
+from flatout.infer.prediction.calling import forward_parameters
 
 LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""
@@ -30,7 +30,7 @@ class WholeTexts:
 
     def __init__(self, run: OwnForward) -> None:
         self.run, self.device, self.storage, self.max_tokens = run, run.device, run.storage, run.longest
-        parameters = _parameters(run.model)
+        parameters = forward_parameters(run.model)
         self._no_cache = {"use_cache": False} if run.from_transformers or "use_cache" in parameters else {}
         self.takes_mask = run.from_transformers and "attention_mask" in parameters
         self.takes_places = run.from_transformers and "logits_to_keep" in parameters
@@ -40,8 +40,8 @@ class WholeTexts:
         self.repeats = not difference(self.logits(one), first) > run.closeness
         """Whether a text has the same logits twice."""
 
-    def passes(self, slots: int) -> WholeTextPasses:
-        """Passes over `slots` texts of one run."""
+    def passes(self, slots: int, length: int) -> WholeTextPasses:
+        """Passes over `slots` texts of one run, of any length."""
         return WholeTextPasses(self, slots)
 
     def logits(self, tokens: Tensor, places: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -69,8 +69,7 @@ class WholeTextPasses:
         """What was found out on the way, in words; '' for nothing."""
         return "" if all(self._together.values()) else "one text at a time: together they have other logits"
 
-    def work(self) -> UncountedWork:
-        return UncountedWork("the model is run by its own forward pass, which is not counted")
+    work = UncountedWork
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Put tokens, int64 [sum of the spans' lengths], behind their texts. Returns fp32 logits [spans, vocabulary]
@@ -128,10 +127,3 @@ class WholeTextPasses:
         if logits.shape[1] == 1:
             last = torch.zeros_like(last)
         return logits[torch.arange(len(texts), device=self.device), last].float()
-
-
-def _parameters(model: nn.Module) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(model.forward).parameters)
-    except (TypeError, ValueError):  # made in C, or with a signature of its own
-        return frozenset()

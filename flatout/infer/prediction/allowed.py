@@ -176,7 +176,7 @@ class Trial:
     def _why_not_padded(self, samples: Sequence[Sample], alone: Sequence[Outputs]) -> str:
         try:
             found = self._together(samples, "padded")
-            changed = [self._together(samples, "padded", padding=self._noise(seed)) for seed in (1, 2)]
+            changed = [self._together(samples, "padded", padding=Noise(self.runner.calling, seed)) for seed in (1, 2)]
         except Exception as error:
             return f"a padded batch fails: {describe_error(error)}"
         if reason := self._difference(found, alone):
@@ -184,7 +184,8 @@ class Trial:
         if not all(same_bits(found, one) for one in changed):
             return "padded, the outputs depend on the content of the padding"
         try:
-            wider = self._together(samples, "padded", tokens=self._more_than(samples[0].tokens), padding=self._noise(3))
+            noise, more = Noise(self.runner.calling, 3), self._more_than(samples[0].tokens)
+            wider = self._together(samples, "padded", tokens=more, padding=noise)
         except Exception:  # the model may take no longer inputs
             return ""
         reason = self._difference(wider, alone)
@@ -223,9 +224,6 @@ class Trial:
         more = 2 * tokens if 2 * tokens <= max(64, self.most_tokens) else tokens + tokens // 4 + 1
         longest = self.runner.calling.longest
         return more if longest is None else max(tokens, min(more, longest))
-
-    def _noise(self, seed: int) -> Noise:
-        return Noise(self.runner.calling, seed)
 
 
 def _with_a_neighbour(samples: Sequence[Sample]) -> list[tuple[Sample, Sample | None]]:

@@ -46,19 +46,15 @@ def windows(samples: Iterator[T], tokens: Callable[[T], int], bounds: Bounds) ->
     window: list[T] = []
     held = 0
     failure: Exception | None = None
-    while True:
-        try:
-            sample = next(samples)
-        except StopIteration:
-            break
-        except Exception as error:
-            failure = error
-            break
-        window.append(sample)
-        held += tokens(sample)
-        if held >= bounds.window_tokens or len(window) >= bounds.window_items:
-            yield window
-            window, held = [], 0
+    try:
+        for sample in samples:
+            window.append(sample)
+            held += tokens(sample)
+            if held >= bounds.window_tokens or len(window) >= bounds.window_items:
+                yield window
+                window, held = [], 0
+    except Exception as error:
+        failure = error
     if window:
         yield window
     if failure is not None:
@@ -66,12 +62,7 @@ def windows(samples: Iterator[T], tokens: Callable[[T], int], bounds: Bounds) ->
 
 
 def batches_of(
-    samples: Sequence[T],
-    length: Callable[[T], int],
-    *,
-    max_tokens: int,
-    max_size: int | None = None,
-    padded: bool,
+    samples: Sequence[T], length: Callable[[T], int], *, max_tokens: int, max_size: int | None = None, padded: bool
 ) -> list[list[T]]:
     """Batches of at most `max_tokens` and `max_size`, sorted by length, the longest first; any sample gets into one.
 

@@ -7,7 +7,7 @@ model's own error says what is wrong, and `predict` finds the sample that caused
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,7 +57,7 @@ class Calling:
 
 def calling_of(model: nn.Module) -> Calling:
     """From the model's signature and config."""
-    names = _parameters(model)
+    names = forward_parameters(model)
     mask_name = next((name for name in _MASKS if name in names), None)
     config = getattr(model, "config", None)
     hugging_face = hasattr(model, "main_input_name") and config is not None
@@ -78,10 +78,11 @@ def calling_of(model: nn.Module) -> Calling:
     )
 
 
-def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What its forward takes, by name; nothing where that cannot be read."""
     try:
         return inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # made in C, or with a signature of its own
         return {}
 
 
@@ -89,20 +90,16 @@ def _vocabulary(model: nn.Module, config: object) -> tuple[int | None, bool]:
     """Its size, and whether it is surely that of the first input."""
     find = getattr(model, "get_input_embeddings", None)
     if find is not None:
-        size = getattr(_embedding(find), "num_embeddings", None)
-        return (size, True) if isinstance(size, int) else (None, True)
+        try:
+            size = getattr(find(), "num_embeddings", None)
+        except (NotImplementedError, AttributeError):
+            size = None
+        return (size if isinstance(size, int) else None), True
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
     size = getattr(config, "vocab_size", None)
     if isinstance(size, int) and embeddings:  # without one it is the vocabulary of the outputs, as of speech to text
         return size, True
     return (embeddings[0].num_embeddings, False) if len(embeddings) == 1 else (None, True)
-
-
-def _embedding(find: Callable[[], object]) -> object:
-    try:
-        return find()
-    except (NotImplementedError, AttributeError):
-        return None
 
 
 def _longest(model: nn.Module, config: object) -> int | None:

@@ -8,16 +8,14 @@ the activation and the sum behind them along.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from flatout.environment import cpp_compiler
 from flatout.levers.compile import compile_in_place, repeated_blocks
+from flatout.levers.first_compilation import compiler_is_there
 from flatout.levers.model_call import set_call
 from flatout.replaced import settings_changed
 from flatout.torch_private.compiler import dynamo_settings, is_compile_error, options_of_mode, versions_compiled
@@ -39,10 +37,10 @@ class CompiledModel:
         options: dict[str, str | int | bool | Callable[..., object]] = {}
         if device == "cpu":
             options = {"freezing": True}
-            if not any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++")):
+            if not compiler_is_there():
                 self._give_up("no C++ compiler is installed (torch.compile on the CPU needs one; install g++)")
                 return
-        with _quiet():
+        with warnings.catch_warnings(action="ignore"):  # the compiler's advice, and deprecations inside torch
             if mode in ("reduce-overhead", "max-autotune"):
                 options |= options_of_mode(mode)
             if mode == "regional":
@@ -54,9 +52,11 @@ class CompiledModel:
     def __call__(self, *args: object, **kwargs: object) -> object:
         if self.gave_up is not None:
             return self.model(*args, **kwargs)
-        before = versions_compiled()
+        before, settings = versions_compiled(), dynamo_settings()
+        # Our own bound counts, not torch's lower one, past which a function would silently run untraced.
+        limit = max(settings.recompile_limit, self._most + 1)
         try:
-            with _allowing(self._most + 1), _quiet():
+            with settings_changed(settings, recompile_limit=limit), warnings.catch_warnings(action="ignore"):
                 output = self._call(*args, **kwargs)
         except Exception as error:
             if not is_compile_error(error):
@@ -72,19 +72,3 @@ class CompiledModel:
         self.gave_up = f"went on without torch.compile: {reason}"
         for target in self._targets:
             set_call(target, None)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The compiler's advice, and deprecations inside torch, are of no use to a caller."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def _allowing(versions: int) -> Iterator[None]:
-    """Our own bound counts, not torch's lower one, past which a function would silently run untraced."""
-    settings = dynamo_settings()
-    with settings_changed(settings, recompile_limit=max(settings.recompile_limit, versions)):
-        yield

@@ -3,7 +3,7 @@
 Which norm follows which convolution is observed, not guessed from names: the model runs once, and a pair counts if the
 norm's input is exactly the tensor that the convolution returned, nothing else read or returned it, and each of the two
 ran once. Convolutions with computed weights (spectral or weight norm, parametrisations) and layers with hooks are left
-as they are. The folded model is then compared with the original: a difference undoes the folding.
+as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flatout.infer.output_tensors import output_tensors
+from flatout.infer.prediction.linear import unhooked
 from flatout.memory.onednn_workspaces import is_channels_last
 from flatout.torch_private.modules import BatchNorm, Convolution
 
@@ -24,51 +25,21 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LEAVE_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.item, Tensor.__array__, Tensor.__bool__, Tensor.__float__}
 
 
-def fold_batch_norms(model: nn.Module, run: Callable[[], object], why_not: WhyNot | None = None) -> tuple[int, str]:
+def fold_batch_norms(model: nn.Module, run: Callable[[], object]) -> tuple[int, str, object]:
     """Change `model` in place, as `run` (one call of it, in evaluation mode) shows it.
 
-    why_not: of the outputs after and before, in what they differ ('' = they agree); without it nothing is compared.
-    Returns how many were folded, and why none or fewer than all were ('' if all).
+    Returns how many were folded, why none or fewer than all were ('' if all), and the output before.
     """
     pairs, output = _pairs(model, run)
-    before = [_Before(convolution) for convolution, _ in pairs]
     for convolution, norm in pairs:
         _fold(convolution, norm)
-    places = _replaced(model, {id(norm) for _, norm in pairs})
-    with torch.no_grad():
-        reason = why_not(run(), output) if why_not is not None and pairs else ""
-    if reason:
-        for parent, name, child in places:
-            setattr(parent, name, child)
-        for known in before:
-            known.put_back()
-        return 0, f"folded, {reason}"
-    left = sum(isinstance(one, BatchNorm) for one in model.modules())
-    return len(pairs), f"{left} left, which do not follow a plain convolution alone" if left else ""
-
-
-WhyNot = Callable[[object, object], str]
-
-
-class _Before:
-    """A convolution's parameters, to be put back."""
-
-    def __init__(self, convolution: nn.Conv2d) -> None:
-        self._convolution, self._weight, self._bias = convolution, convolution.weight, convolution.bias
-
-    def put_back(self) -> None:
-        self._convolution.weight, self._convolution.bias = self._weight, self._bias
-
-
-def _replaced(model: nn.Module, folded: set[int]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, norm) of each norm that now is an Identity."""
-    places = []
+    folded = {id(norm) for _, norm in pairs}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and id(child) in folded:
-                places.append((parent, name, child))
                 setattr(parent, name, nn.Identity())
-    return places
+    left = sum(isinstance(one, BatchNorm) for one in model.modules())
+    return len(pairs), f"{left} left, which do not follow a plain convolution alone" if left else "", output
 
 
 class _Readers(TorchFunctionMode):
@@ -113,13 +84,12 @@ def _pairs(model: nn.Module, run: Callable[[], object]) -> tuple[list[tuple[nn.C
             followed.append((known[1], module, id(args[0])))
 
     for module in model.modules():
-        if type(module) not in (*_CONVOLUTIONS, *_NORMS) or not _plain(module):
+        if type(module) not in (*_CONVOLUTIONS, *_NORMS) or not unhooked(module):
             continue
         if isinstance(module, Convolution) and module._parameters.get("weight") is not None:
             handles.append(module.register_forward_hook(gave))
         elif isinstance(module, BatchNorm) and _keeps_statistics(module):
             handles.append(module.register_forward_pre_hook(takes))
-    norms_reads = 1  # batch_norm is one operation; any other reader adds to it
     try:
         with torch.no_grad(), readers:
             result = run()
@@ -131,15 +101,10 @@ def _pairs(model: nn.Module, run: Callable[[], object]) -> tuple[list[tuple[nn.C
         (convolution, norm)
         for convolution, norm, output in followed
         if calls[id(convolution)] == calls[id(norm)] == 1
-        and readers.reads[output] == norms_reads
+        and readers.reads[output] == 1  # by batch_norm, which is one operation; any other reader adds to it
         and readers.outputs[output][0].untyped_storage().data_ptr() not in returned
     ]
     return pairs, result
-
-
-def _plain(module: nn.Module) -> bool:
-    """It has no hooks, and its forward is its class's."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _keeps_statistics(norm: nn.BatchNorm2d) -> bool:

@@ -151,9 +151,8 @@ def multiplies_int8() -> bool:
     """Whether this processor has integer products that cannot overflow midway (VNNI or AMX)."""
     if onednn_is_limited():  # without them it saturates sums in 16 bits
         return False
-    return bool({"avx_vnni", "avx512_vnni", "amx_int8"} & set(detect().cpu.features)) and hasattr(
-        torch.ops.onednn, "qlinear_pointwise"
-    )
+    known = {"avx_vnni", "avx512_vnni", "amx_int8"} & set(detect().cpu.features)
+    return bool(known) and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -190,12 +189,16 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
     return swapped
 
 
+def unhooked(module: nn.Module) -> bool:
+    """It has no hooks, and its forward is its class's."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def _plain(module: object) -> TypeGuard[nn.Linear]:
     """An nn.Linear, not a subclass, without hooks or parametrisation."""
-    if type(module) is not nn.Linear or "forward" in vars(module) or module._parameters.get("weight") is None:
+    if type(module) is not nn.Linear or module._parameters.get("weight") is None:
         return False
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return not hooked and module.weight.numel() >= LEAST_WEIGHTS
+    return unhooked(module) and module.weight.numel() >= LEAST_WEIGHTS
 
 
 class _Watched(nn.Linear):

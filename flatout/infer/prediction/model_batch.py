@@ -138,8 +138,6 @@ class Runner:
             row = leaf if dimension is None else leaf.select(dimension, place)
             return (row[:length] if trim else row).clone()
 
-        if is_tensor(host):
-            return [take(host, place, sample.length) for place, sample in enumerate(samples)]
         return [
             map_leaves(partial(take, place=place, length=sample.length), host, is_tensor)
             for place, sample in enumerate(samples)

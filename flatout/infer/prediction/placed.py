@@ -7,7 +7,7 @@ the memory of the model and nothing besides; what needs no change is shared on r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -67,7 +67,8 @@ def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
     own_dtype = torch.float32 if first is None else first.dtype
     dtype = DTYPES[plan.precision] if plan.precision else own_dtype
     kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
-    target = _device(device, torch.device("cpu") if first is None else first.device)
+    here = torch.device("cpu") if first is None else first.device
+    target = here if device is None else as_device(device)
     check_bits(plan, target)
     channels_last = plan.memory_format == "channels_last"
 
@@ -79,14 +80,13 @@ def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
 
     used = {dtype} if plan.precision else kinds
     name = next((name for name in ("bf16", "fp16") if DTYPES[name] in used), "fp32")  # the one that rounds most
-    rate = "int8" if plan.activations == "int8" else name
     return Placed(
         model=make(),
         dtype=dtype,
         input_dtype=dtype if plan.precision or len(kinds) == 1 else None,
         result_dtype=own_dtype if plan.precision else None,
         device=target,
-        rate=rate,
+        rate=plan.activations or name,
         channels_last=channels_last,
         remake=make,
     )
@@ -95,9 +95,8 @@ def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
 def check_bits(plan: Plan, device: torch.device) -> None:
     """PlanError for weights in few bits where no kernel reads them: each product would widen the whole matrix first."""
     if plan.weights is not None and plan.activations is None and device.type != "cpu":
-        limit = (
-            "only the CPU holds weights alone in few bits; elsewhere each product would widen the whole matrix first"
-        )
+        limit = "only the CPU holds weights alone in few bits; "
+        limit += "elsewhere each product would widen the whole matrix first"
         remedy = "set activations = 'int8' with weights = 'int8', which multiplies whole numbers, or precision = 'bf16'"
         raise PlanError(f"the plan's weights is {plan.weights!r} on {device}", limit=limit, remedy=remedy)
 
@@ -108,53 +107,35 @@ def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) ->
     besides: names of layers that stay as they are. Returns what was done, in words; '' for nothing.
     """
     on_cpu = placed.device.type == "cpu"
-    if plan.activations == "int8":
-        odd: list[nn.Linear] = []
+    left: list[nn.Linear] = []
 
-        def make_int8(layer: nn.Linear) -> nn.Module | None:
-            if on_cpu or fits_int_mm(layer):
-                return Int8Linear(layer)
-            odd.append(layer)
-            return None
+    def make(layer: nn.Linear) -> nn.Module | None:
+        if plan.activations == "int8" and (on_cpu or fits_int_mm(layer)):
+            return Int8Linear(layer)
+        if plan.activations is None and plan.weights == "int8":
+            return RoundedLinear(layer, bits=8)
+        if plan.weights == "int4" and layer.in_features % INT4_GROUP == 0:
+            return RoundedLinear(layer, bits=4)
+        if plan.weights is None and layer.weight.dtype is placed.dtype:
+            return PackedLinear(layer)
+        left.append(layer)
+        return None
 
-        count = swap_linears(placed.model, make_int8, besides)
-        skipped = f"; {len(odd)} left, whose sizes are not multiples of {INT_MM_MULTIPLE}" if odd else ""
-        return f"{count} linear layers multiply 8-bit inputs by 8-bit weights{skipped}"
-    if plan.weights is not None:
-        check_bits(plan, placed.device)
-        left: list[nn.Linear] = []
-
-        def make(layer: nn.Linear) -> nn.Module | None:
-            if plan.weights == "int4" and layer.in_features % INT4_GROUP:
-                left.append(layer)
-                return None
-            return RoundedLinear(layer, bits=8 if plan.weights == "int8" else 4)
-
-        count = swap_linears(placed.model, make, besides)
-        skipped = f"; {len(left)} left, whose inputs are not a multiple of {INT4_GROUP}" if left else ""
-        return f"{count} linear layers hold {plan.weights} weights{skipped}"
-    if on_cpu and plan.compile is None and packs(placed.dtype):
-        pack = lambda layer: PackedLinear(layer) if _packable(layer, placed) else None  # noqa: E731
-        count = swap_linears(placed.model, pack, besides)
+    if plan.weights is None and not (on_cpu and plan.compile is None and packs(placed.dtype)):
+        return ""
+    count = swap_linears(placed.model, make, besides)
+    if plan.weights is None:
         return f"{count} linear layers hold weights in oneDNN's layout" if count else ""
-    return ""
-
-
-def _packable(layer: nn.Linear, placed: Placed) -> bool:
-    return layer.weight.dtype is placed.dtype
-
-
-def _device(asked: Device, here: torch.device) -> torch.device:
-    if asked is None:
-        return here
-    device: torch.device = as_device(asked)
-    return device
+    if plan.activations == "int8":
+        said, why = "multiply 8-bit inputs by 8-bit weights", f"sizes are not multiples of {INT_MM_MULTIPLE}"
+    else:
+        said, why = f"hold {plan.weights} weights", f"inputs are not a multiple of {INT4_GROUP}"
+    return f"{count} linear layers {said}" + (f"; {len(left)} left, whose {why}" if left else "")
 
 
 @torch.inference_mode(False)  # what is made in it cannot be written to later, outside of it
 def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """A deep copy whose tensors are already in their new dtype (None: their own) and place when they are made."""
-    memo: dict[int, object] = {}
     kept = _kept_in_their_dtype(model)
     copies: dict[int, Tensor] = {}
 
@@ -167,11 +148,12 @@ def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device
             copies[id(parameter)] = nn.Parameter(converted(parameter), requires_grad=False)
         for buffer in model.buffers():
             copies[id(buffer)] = converted(buffer)
-        for tensor in _computed_attributes(model):
-            copies.setdefault(id(tensor), converted(tensor))
-    memo.update(copies)
+        # A deep copy refuses results of computations that a module keeps, such as a weight that is normed.
+        for one in (one for module in model.modules() for one in vars(module).values()):
+            if isinstance(one, Tensor) and not one.is_leaf:
+                copies.setdefault(id(one), converted(one))
     try:
-        made = copy.deepcopy(model, memo)
+        made = copy.deepcopy(model, dict(copies))
     except Exception as error:
         remedy = "keep files, locks and generators out of the model"
         what = f"the model cannot be copied: {type(error).__name__}: {error}"
@@ -182,12 +164,6 @@ def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device
         config.dtype = dtype  # type: ignore[union-attr]
     made.eval()  # nothing is made of what it returns: a model's own `train` may forget to return it
     return made
-
-
-def _computed_attributes(model: nn.Module) -> Iterator[Tensor]:
-    """Results of computations that a module keeps, such as a weight that is normed: a deep copy refuses them."""
-    for module in model.modules():
-        yield from (one for one in vars(module).values() if isinstance(one, Tensor) and not one.is_leaf)
 
 
 def _kept_in_their_dtype(model: nn.Module) -> set[int]:

@@ -17,9 +17,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ from flatout.infer.prediction.batching import WINDOW_BATCHES, WINDOW_ITEMS, Boun
 from flatout.infer.prediction.placed import place
 from flatout.infer.prediction.predicted import Failed, Figures
 from flatout.infer.prediction.samples import Sample, read_sample
-from flatout.infer.prediction.window_run import WindowRun
+from flatout.infer.prediction.window_run import Counts, WindowRun
 from flatout.infer.progress_bar import progress_bar
 from flatout.levers.applied import Applied
 from flatout.levers.catalogue import levers_of
@@ -130,16 +129,7 @@ class Predictor:
 
         `progress`: with a bar on the terminal's stderr; `total`: how many inputs there are, if they do not say.
         """
-        _check_inputs(inputs)
-        iterable = hasattr(inputs, "__iter__")
-        number = getattr(inputs, "ndim", 1) == 0  # a tensor or array with the methods of an iterable
-        if isinstance(inputs, str | bytes) or number or not (iterable or _is_map_style(inputs)):
-            limit = "predict takes an iterable of inputs, each without a batch dimension"
-            what = f"inputs is {type(inputs).__name__}{' of a single number' if number else ''}"
-            raise UsageError(what, limit=limit, remedy="for one: [input]")
-        source: Iterable[object] = inputs
-        if not iterable and _is_map_style(inputs):
-            source = _of_dataset(inputs)
+        source = as_inputs(inputs)
         if on_error not in ("mark", "raise"):
             raise UsageError(f"on_error is {on_error!r}", limit="it is 'mark' or 'raise'")
         predictions = Predictions(self, source, on_error=on_error, first_index=first_index)
@@ -158,7 +148,7 @@ class Predictions:
         self._sequences = False
         self._items = self._failed = 0
         self._seconds = 0.0
-        self._counts = _Counts()
+        self._counts = Counts()
         self._ready = self._in_order()
 
     def __iter__(self) -> Iterator[Any]:  # here and below: what the model returns
@@ -203,9 +193,9 @@ class Predictions:
         for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
             samples = [one for one in window if isinstance(one, Sample)]
             self._sequences = self._sequences or any(one.is_sequence for one in samples)
-            with self._run.lock, self._as_planned(), torch.no_grad(), self._counts.of(self._run):
+            with self._run.lock, self._as_planned(), torch.no_grad():
                 start = time.perf_counter()
-                results = self._run.run(samples)
+                results = self._run.run(samples, self._counts)
             results |= {one.index: one for one in window if isinstance(one, Failed)}
             self._seconds += time.perf_counter() - start
             for one in window:
@@ -214,8 +204,7 @@ class Predictions:
                 if isinstance(result, Failed):
                     self._failed += 1
                     if self._on_error == "raise":
-                        what = f"input {result.index}: {result.what}"
-                        raise UsageError(what, limit=result.limit, remedy=result.remedy)
+                        raise result.error(f"input {result.index}")
                 yield result
 
     def _with_bar(self, results: Iterator[object], total: int | None) -> Iterator[object]:
@@ -262,30 +251,6 @@ _PROCESS = threading.RLock()
 """Held while a plan's settings of the whole process are on."""
 
 
-class _Counts:
-    """What a run did for these predictions: a Predictor may be called several times, and these calls take turns."""
-
-    def __init__(self) -> None:
-        self.tokens = self.computed_tokens = self.splits = 0
-        self.batches: Counter[str] = Counter()
-        self.flops: float | None = 0.0
-
-    @contextlib.contextmanager
-    def of(self, run: WindowRun) -> Iterator[None]:
-        """What it does until the context ends is added."""
-        tokens, computed, splits, flops = run.tokens, run.computed_tokens, run.splits, run.flops
-        batches = Counter(run.batches)
-        try:
-            yield
-        finally:
-            self.tokens += run.tokens - tokens
-            self.computed_tokens += run.computed_tokens - computed
-            self.splits += run.splits - splits
-            self.batches += run.batches - batches
-            counted = None if run.flops is None or flops is None else run.flops - flops
-            self.flops = None if counted is None or self.flops is None else self.flops + counted
-
-
 def _count(inputs: object) -> int | None:
     """None where it is not known: a DataLoader has a length, and raises if its dataset has none."""
     try:
@@ -294,30 +259,24 @@ def _count(inputs: object) -> int | None:
         return None
 
 
-def _check_inputs(inputs: object) -> None:
-    """Refuse iterables that do not yield inputs."""
+def as_inputs(inputs: object, name: str = "inputs") -> Iterable[object]:
+    """What yields the inputs one by one. UsageError for what does not; name: what the user called it."""
+    kind, limit = type(inputs).__name__, "predict takes an iterable of inputs"
     if isinstance(inputs, Mapping):
-        what = f"inputs is a {type(inputs).__name__} of {', '.join(map(repr, list(inputs)[:3]))}"
+        what = f"{name} is a {kind} of {', '.join(map(repr, list(inputs)[:3]))}"
         remedy = "for one input: [input]; for columns: [dict(zip(columns, row)) for row in zip(*columns.values())]"
-        raise UsageError(what, limit="predict takes an iterable of inputs, each of which may be a dict", remedy=remedy)
+        raise UsageError(what, limit=f"{limit}, each of which may be a dict", remedy=remedy)
     if isinstance(inputs, DataLoader) and inputs.batch_sampler is not None:
         limit = "predict takes single inputs, without a batch dimension, and makes the batches"
-        raise UsageError("inputs is a DataLoader, which gives batches", limit=limit, remedy="pass its dataset")
-
-
-class _MapStyle(Protocol):
-    def __getitem__(self, place: int, /) -> object: ...
-
-    def __len__(self) -> int: ...
-
-
-def _is_map_style(inputs: object) -> TypeGuard[_MapStyle]:
-    return hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
-
-
-def _of_dataset(dataset: _MapStyle) -> Iterator[object]:
-    """A map-style dataset, which has a length and no iterator of its own."""
-    return (dataset[place] for place in range(len(dataset)))
+        raise UsageError(f"{name} is a {kind}, which gives batches", limit=limit, remedy="pass its dataset")
+    number = getattr(inputs, "ndim", 1) == 0  # a tensor or array with the methods of an iterable
+    if not number and not isinstance(inputs, str | bytes):
+        if isinstance(inputs, Iterable):
+            return inputs
+        if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__"):  # a map-style dataset
+            return (inputs[place] for place in range(len(inputs)))
+    what = f"{name} is {kind}{' of a single number' if number else ''}"
+    raise UsageError(what, limit=f"{limit}, each without a batch dimension", remedy="for one: [input]")
 
 
 def _weight(one: Sample | Failed, bounds: Bounds) -> int:

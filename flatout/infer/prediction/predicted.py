@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from flatout.errors import FlatoutError, describe_error
+from flatout.errors import FlatoutError, UsageError, describe_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,10 @@ class Failed:
 
     def __str__(self) -> str:
         return f"input {self.index}: {'; '.join(part for part in (self.what, self.limit, self.remedy) if part)}"
+
+    def error(self, prefix: str) -> UsageError:
+        """For where it ends the run."""
+        return UsageError(f"{prefix}: {self.what}", limit=self.limit, remedy=self.remedy)
 
     @classmethod
     def by(cls, index: int, error: BaseException) -> Failed:

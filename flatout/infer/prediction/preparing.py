@@ -32,9 +32,10 @@ def prepare(runner: Runner, plan: Plan, samples: Sequence[Sample], *, fold: bool
 
     fold: False for a model whose outputs cannot be compared, as it gives two for one input.
     """
-    if plan.fold_batch_norm and fold:
-        _fold(runner, samples)
-    _round_and_pack(runner, plan, samples)
+    if plan.fold_batch_norm and not fold:
+        runner.placed.notes.append("batch norms were not folded: the outputs before and after could not be compared")
+    folded = plan.fold_batch_norm is True and fold and _fold(runner, samples)
+    _round_and_pack(runner, plan, samples, folded)
     runner.placed.remake = None  # it holds the user's model
 
 
@@ -78,75 +79,72 @@ def _run(runner: Runner, sample: Sample) -> Outputs:
         return runner.leaves(runner.run([sample], "alone"))
 
 
-def _fold(runner: Runner, samples: Sequence[Sample]) -> None:
+def _fold(runner: Runner, samples: Sequence[Sample]) -> bool:
+    """Whether batch norms were folded. A difference to the model as it was undoes it."""
     placed = runner.placed
     sample = _usable(runner, samples)
     if sample is None:
         placed.notes.append("batch norms were not folded: no input was found that the model takes")
-        return
-    agreement = Agreement(placed.rate)
-
-    def why_not(after: object, before: object) -> str:
-        return agreement.why_not(runner.leaves(after), runner.leaves(before))
-
+        return False
     try:
-        count, reason = fold_batch_norms(placed.model, lambda: runner.run([sample], "alone"), why_not)
+        count, said, output = fold_batch_norms(placed.model, lambda: runner.run([sample], "alone"))
+        before = runner.leaves(output)
+        reason = Agreement(placed.rate).why_not(_run(runner, sample), before) if count else ""
     except Exception as error:
-        placed.model = _anew(runner)
+        _remake(runner, sample, folded=False)
         placed.notes.append(f"batch norms were not folded: {Failed.by(0, error).what}")
-        return
-    placed.notes.append(f"{count} batch norms folded into convolutions" + (f"; {reason}" if reason else ""))
-
-
-def _round_and_pack(runner: Runner, plan: Plan, samples: Sequence[Sample]) -> None:
-    placed = runner.placed
-    plain: list[nn.Linear] = []
-    swap_linears(placed.model, plain.append)
-    if not plain:
-        return
-    sample = _usable(runner, samples)
-    before = None if sample is None else _run(runner, sample)
-    rounded = plan.weights is not None or plan.activations is not None
-    if sample is None and not rounded:
-        return  # nothing shows that it would be right
-    said = round_and_pack(placed, plan)
-    if sample is None or before is None or not said:
-        placed.notes += [said] if said else []
-        return
-    reason = _why_not(runner, sample, before, rounded)
+        return False
     if reason:
-        said = _again(runner, plan, sample, before, rounded, reason)
-    placed.notes += [said] if said else []
+        _remake(runner, sample, folded=False)
+        count, said = 0, f"folded, {reason}"
+    placed.notes.append(f"{count} batch norms folded into convolutions" + (f"; {said}" if said else ""))
+    return not reason
 
 
-def _again(runner: Runner, plan: Plan, sample: Sample, before: Outputs, rounded: bool, reason: str) -> str:
-    """Without the layers whose weights the model reads itself; where that does not do either, without any."""
-    placed = runner.placed
-    _remake(runner, plan, sample)
-    readers = read_by_others(placed.model, lambda: _run(runner, sample))
+def _round_and_pack(runner: Runner, plan: Plan, samples: Sequence[Sample], folded: bool) -> None:
+    plain: list[nn.Linear] = []
+    swap_linears(runner.placed.model, plain.append)
+    sample = _usable(runner, samples) if plain else None
+    rounded = plan.weights is not None or plan.activations is not None
+    said = ""
+    if sample is not None:
+        said = _changed(runner, plan, sample, rounded, folded)
+    elif plain and rounded:  # of other changes nothing shows that they would be right
+        said = round_and_pack(runner.placed, plan)
+    runner.placed.notes += [said] if said else []
+
+
+def _changed(runner: Runner, plan: Plan, sample: Sample, rounded: bool, folded: bool) -> str:
+    """What was done, in words: to all layers, else to those whose weights the model does not read itself, else to none.
+
+    rounded: to fewer bits, by so much as the plan asks for; whether that is near enough is for its maker to say.
+    """
+    before = _run(runner, sample)
+
+    def why_not() -> str:
+        try:
+            after = _run(runner, sample)
+        except Exception as error:
+            return f"the model fails ({Failed.by(0, error).what})"
+        return "" if rounded else Agreement(runner.placed.rate).why_not(after, before)
+
+    said = round_and_pack(runner.placed, plan)
+    reason = why_not() if said else ""
+    if not reason:
+        return said
+    _remake(runner, sample, folded)
+    readers = read_by_others(runner.placed.model, lambda: _run(runner, sample))
     if readers:
-        said = round_and_pack(placed, plan, readers)
-        if not _why_not(runner, sample, before, rounded):
+        said = round_and_pack(runner.placed, plan, readers) or "no linear layer is changed"
+        if not why_not():
             return f"{said}; {len(readers)} left, whose weights the model reads itself"
-        _remake(runner, plan, sample)
+        _remake(runner, sample, folded)
     return f"linear layers are left as they are: changed, {reason}"
 
 
-def _remake(runner: Runner, plan: Plan, sample: Sample) -> None:
-    runner.placed.model = _anew(runner)
-    if plan.fold_batch_norm:
-        fold_batch_norms(runner.placed.model, lambda: runner.run([sample], "alone"))
-
-
-def _anew(runner: Runner) -> nn.Module:
+def _remake(runner: Runner, sample: Sample, folded: bool) -> None:
+    """The copy anew; its batch norms are folded where that was found right."""
     assert runner.placed.remake is not None, "it is only given up when all is done"
-    return runner.placed.remake()
-
-
-def _why_not(runner: Runner, sample: Sample, before: Outputs, rounded: bool) -> str:
-    """rounded: to fewer bits, by so much as the plan asks for; whether that is near enough is for its maker to say."""
-    try:
-        after = _run(runner, sample)
-    except Exception as error:
-        return f"the model fails ({Failed.by(0, error).what})"
-    return "" if rounded else Agreement(runner.placed.rate).why_not(after, before)
+    runner.placed.model = runner.placed.remake()
+    if folded:
+        fold_batch_norms(runner.placed.model, lambda: runner.run([sample], "alone"))

@@ -14,57 +14,90 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import inspect
+import io
 import json
 import math
 import os
 import shutil
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout import __version__
+from flatout.checkpoint.disk import sha256_of
 from flatout.errors import UsageError, describe_error
 from flatout.infer.output_tensors import output_values
 from flatout.infer.prediction.predicted import Failed
+from flatout.plan import Plan
 from flatout.plan_document import short
+from flatout.tensor_bytes import bytes_view
 from flatout.whole_files import written_whole
 
 SCHEMA = 1
 """Raised when an older Flatout would go on wrongly. The first files of schema 1 do not say so."""
 RESULTS_A_FILE = 1024
 LINES_A_FLUSH = 64
+DIGEST_CHARACTERS = 16
 
 
-class Results(Protocol):
-    """Where results go."""
+class Results(ABC):
+    """Where results go. What of a result cannot be written is named in a warning, once; UsageError where it is all that
+    there is."""
 
-    done: int
-    """How many were there already, or are now safe."""
-    failed: int
-    """How many of all are failures, earlier runs included."""
+    holds: str
+    remedy: str
+
+    def __init__(self, path: Path, keep: str, warn: Callable[[str], None]) -> None:
+        self.done = 0
+        """How many were there already, or are now safe."""
+        self.failed = 0
+        """How many of all are failures, earlier runs included."""
+        self._path, self._keep, self._warn = path, keep, warn
+        self._warned = False
 
     def add(self, index: int, result: object) -> None:
         """The result of input `index`; they come in order."""
+        if isinstance(result, Failed):
+            self.failed += 1
+            self._add(index, {}, str(result).partition(": ")[2])
+            return
+        values = named_values(kept(result, self._keep))
+        found = {name: value for name, value in values.items() if self.fits(value)}
+        left = {name: value for name, value in values.items() if name not in found}
+        if left and not found:
+            what = f"nothing of the output can be written: {_listed(left)}"
+            raise UsageError(what, limit=self.holds, remedy=self.remedy)
+        lost = {name: value for name, value in left.items() if value is not None}
+        if lost and not self._warned:
+            self._warned = True
+            self._warn(f"not written: {_listed(lost)}; {self.holds}; {self.remedy}")
+        self._add(index, found, "")
 
+    @abstractmethod
     def close(self) -> None:
         """Everything that was added is on the disk."""
 
+    @staticmethod
+    @abstractmethod
+    def fits(value: object) -> bool:
+        """Can these files hold it?"""
+
+    @abstractmethod
+    def _add(self, index: int, values: dict[str, object], failed: str) -> None:
+        """failed: why there are no values."""
+
 
 def open_results(
-    path: Path,
-    of: Mapping[str, object],
-    *,
-    restart: bool,
-    keep: str = "",
-    warn: Callable[[str], None] = warnings.warn,
+    path: Path, of: Mapping[str, object], *, restart: bool, keep: str = "", warn: Callable[[str], None] = warnings.warn
 ) -> Results:
     """`of` says what the results are of; `warn` is told, once, what of them cannot be written.
 
@@ -90,8 +123,7 @@ def open_results(
             path.mkdir(parents=True, exist_ok=True)
         if not note.exists():
             _write_whole(note, lambda temporary: temporary.write_text(json.dumps(expected, indent=1) + "\n"))
-        holds = _Writable(keep, _IN_LINES if lines else _IN_FOLDERS, warn)
-        return _Lines(path, holds) if lines else _Folder(path, holds)
+        return (_Lines if lines else _Folder)(path, keep, warn)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
 
@@ -109,9 +141,8 @@ def _check_same(path: Path, note: Path, expected: dict[str, object]) -> None:
     try:
         known = {"schema": 1, **json.loads(note.read_text())}
     except (OSError, ValueError, TypeError):
-        raise UsageError(
-            f"{path} is there already", limit="it holds no results of predict", remedy="name another place"
-        ) from None
+        what, limit = f"{path} is there already", "it holds no results of predict"
+        raise UsageError(what, limit=limit, remedy="name another place") from None
     if known["schema"] != SCHEMA:
         raise UsageError(
             f"{path} holds results of a newer Flatout, schema {short(known['schema'])}",
@@ -129,19 +160,17 @@ def _forget(path: Path, note: Path, lines: bool) -> None:
     """Only what predict wrote."""
     if not note.exists():
         return
-    if lines:
-        path.unlink(missing_ok=True)
-        note.unlink()
-        return
-    for file in path.glob("results-*.safetensors"):
-        file.unlink()
+    for file in [path] if lines else path.glob("results-*.safetensors"):
+        file.unlink(missing_ok=True)
     note.unlink()
 
 
-class _Lines:
-    def __init__(self, path: Path, writable: _Writable) -> None:
-        self.done = self.failed = 0
-        self._path, self._writable = path, writable
+class _Lines(Results):
+    holds = "lines hold dense real tensors, arrays, numbers, texts, truth values and None"
+    remedy = "return such values from the model's forward"
+
+    def __init__(self, path: Path, keep: str, warn: Callable[[str], None]) -> None:
+        super().__init__(path, keep, warn)
         path.touch()
         self._file = open(path, "r+b")  # noqa: SIM115
         whole = 0
@@ -155,18 +184,13 @@ class _Lines:
         self._file.truncate()
         self._unsaved = 0
 
-    def add(self, index: int, result: object) -> None:
-        line: dict[str, object] = {"index": index}
-        if isinstance(result, Failed):
-            self.failed += 1
-            line["failed"] = str(result).partition(": ")[2]
-        else:
-            line["output"] = _plain(self._writable.of(result))
-        with _written(self._path):
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._unsaved += 1
-            if self._unsaved >= LINES_A_FLUSH:
-                self._save()
+    @staticmethod
+    def fits(value: object) -> bool:
+        if isinstance(value, Tensor):
+            return not value.is_complex() and value.layout is torch.strided
+        if isinstance(value, np.ndarray | np.generic):
+            return value.dtype.kind in "biufU"
+        return value is None or isinstance(value, str | int | float)
 
     def close(self) -> None:
         with _written(self._path):
@@ -175,16 +199,31 @@ class _Lines:
             finally:
                 self._file.close()
 
+    def _add(self, index: int, values: dict[str, object], failed: str) -> None:
+        line: dict[str, object] = {"index": index}
+        if failed:
+            line["failed"] = failed
+        else:
+            plain = {name: _numbers(getattr(one, "tolist", lambda one=one: one)()) for name, one in values.items()}
+            line["output"] = plain[""] if set(plain) == {""} else plain
+        with _written(self._path):
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._unsaved += 1
+            if self._unsaved >= LINES_A_FLUSH:
+                self._save()
+
     def _save(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.done, self._unsaved = self.done + self._unsaved, 0
 
 
-class _Folder:
-    def __init__(self, path: Path, writable: _Writable) -> None:
-        self.done = self.failed = 0
-        self._path, self._writable = path, writable
+class _Folder(Results):
+    holds = "a folder holds dense tensors up to complex64, and arrays"
+    remedy = "write numbers and texts to a file: --out NAME.jsonl"
+
+    def __init__(self, path: Path, keep: str, warn: Callable[[str], None]) -> None:
+        super().__init__(path, keep, warn)
         self._tensors: dict[str, Tensor] = {}
         self._failures: dict[int, str] = {}
         self._added = 0
@@ -201,20 +240,24 @@ class _Folder:
         for left in path.glob("*.tmp"):
             left.unlink()
 
-    def add(self, index: int, result: object) -> None:
-        if isinstance(result, Failed):
-            self.failed += 1
-            self._failures[index] = str(result).partition(": ")[2]
-        else:
-            for name, value in self._writable.of(result).items():
-                tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-                self._tensors[f"{index}.{name}" if name else str(index)] = tensor
-        self._added += 1
-        if self._added == RESULTS_A_FILE:
-            self._save()
+    @staticmethod
+    def fits(value: object) -> bool:
+        if isinstance(value, np.ndarray | np.generic):
+            return value.dtype.kind in "biuf"
+        return isinstance(value, Tensor) and value.dtype is not torch.complex128 and value.layout is torch.strided
 
     def close(self) -> None:
         if self._added:
+            self._save()
+
+    def _add(self, index: int, values: dict[str, object], failed: str) -> None:
+        if failed:
+            self._failures[index] = failed
+        for name, value in values.items():
+            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            self._tensors[f"{index}.{name}" if name else str(index)] = tensor
+        self._added += 1
+        if self._added == RESULTS_A_FILE:
             self._save()
 
     def _name(self) -> Path:
@@ -242,13 +285,9 @@ def kept(result: object, name: str) -> object:
     raise UsageError(f"the output has no {name!r}", limit=f"it has {there}", remedy="name another with --keep")
 
 
-def named_tensors(result: object) -> dict[str, Tensor]:
-    """The tensors of a result by name: '' for a single one, else 'pooled', '0', 'a.b'."""
-    return {name: value for name, value in named_values(result).items() if isinstance(value, Tensor)}
-
-
 def named_values(result: object) -> dict[str, object]:
-    """The same with everything that holds no further values: numbers, texts, None, objects."""
+    """What of a result holds no further values (tensors, numbers, texts, None, objects) by name: '' for a single one,
+    else 'pooled', '0', 'a.b'."""
     found = {}
     if hasattr(result, "_asdict"):  # a named tuple
         result = result._asdict()
@@ -258,41 +297,6 @@ def named_values(result: object) -> dict[str, object]:
     return found
 
 
-@dataclass(frozen=True)
-class _Form:
-    """A kind of file."""
-
-    fits: Callable[[object], bool]
-    limit: str
-    """What it holds."""
-    remedy: str
-
-
-class _Writable:
-    """What of each result a kind of file can hold."""
-
-    def __init__(self, keep: str, form: _Form, warn: Callable[[str], None]) -> None:
-        self._keep, self._form, self._warn = keep, form, warn
-        self._warned = False
-
-    def of(self, result: object) -> dict[str, object]:
-        """By name. What cannot be written is named in a warning, once; UsageError where it is all that there is."""
-        values = named_values(kept(result, self._keep))
-        found = {name: value for name, value in values.items() if self._form.fits(value)}
-        left = {name: value for name, value in values.items() if name not in found}
-        if left and not found:
-            raise UsageError(
-                f"nothing of the output can be written: {_listed(left)}",
-                limit=self._form.limit,
-                remedy=self._form.remedy,
-            )
-        lost = {name: value for name, value in left.items() if value is not None}
-        if lost and not self._warned:
-            self._warned = True
-            self._warn(f"not written: {_listed(lost)}; {self._form.limit}; {self._form.remedy}")
-        return found
-
-
 def _listed(values: Mapping[str, object]) -> str:
     def kind(value: object) -> str:
         if not isinstance(value, Tensor):
@@ -300,37 +304,6 @@ def _listed(values: Mapping[str, object]) -> str:
         return f"{'' if value.layout is torch.strided else 'sparse '}Tensor, {value.dtype}"
 
     return ", ".join(f"{name or 'one value'} (of type {kind(value)})" for name, value in values.items())
-
-
-def _fits_json(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_complex() and value.layout is torch.strided
-    if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.kind in "biufU"
-    return value is None or isinstance(value, str | int | float)
-
-
-def _fits_safetensors(value: object) -> bool:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.kind in "biuf"
-    return isinstance(value, Tensor) and value.dtype is not torch.complex128 and value.layout is torch.strided
-
-
-_IN_LINES = _Form(
-    _fits_json,
-    "lines hold dense real tensors, arrays, numbers, texts, truth values and None",
-    "return such values from the model's forward",
-)
-_IN_FOLDERS = _Form(
-    _fits_safetensors,
-    "a folder holds dense tensors up to complex64, and arrays",
-    "write numbers and texts to a file: --out NAME.jsonl",
-)
-
-
-def _plain(values: Mapping[str, object]) -> object:
-    plain = {name: _numbers(getattr(one, "tolist", lambda one=one: one)()) for name, one in values.items()}
-    return plain[""] if set(plain) == {""} else plain
 
 
 def _numbers(value: object) -> object:
@@ -358,3 +331,55 @@ def _written(path: Path) -> Iterator[None]:
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     with _written(path), written_whole(path) as temporary:
         write(temporary)
+
+
+def run_identity(
+    spec: str, model: nn.Module, inputs: Path, plan: Plan, *, tokenizer: str | None, keep: str, check_finite: bool
+) -> dict[str, object]:
+    """In values that JSON knows. spec: what names the model on the command line; model: as it was loaded.
+
+    A model that is made with new random weights each time is another one each time.
+    """
+    return {
+        "model": spec,
+        "weights_digest": weights_digest(model),
+        "code_digest": _code_digest(spec, model),
+        "inputs": str(inputs.resolve()),
+        "inputs_digest": sha256_of(inputs)[:DIGEST_CHARACTERS],
+        "tokenizer": tokenizer,
+        "plan": plan.choices(),
+        "keep": keep,
+        "check_finite": check_finite,
+    }
+
+
+def _code_digest(spec: str, model: nn.Module) -> str | None:
+    """Of the file that `spec` names, the settings in a folder, or the file of the model's class; None: unknown."""
+    source = Path(spec.rpartition(":")[0])
+    try:
+        files = [source] if source.suffix == ".py" else [Path(inspect.getfile(type(model)))]
+        files = sorted(Path(spec).glob("*.json")) if Path(spec).is_dir() else files
+        digests = [sha256_of(file) for file in files]
+    except (OSError, TypeError):  # a class without a file, or in an archive
+        return None
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:DIGEST_CHARACTERS]
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Of parameters and buffers, with their names, shapes and dtypes."""
+    found = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
+        found.update(_bytes_of(tensor.detach()))
+    return found.hexdigest()[:DIGEST_CHARACTERS]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    if tensor.is_meta or not tensor.numel():
+        return b""
+    try:
+        return bytes_view(tensor).numpy().tobytes()
+    except (RuntimeError, NotImplementedError, TypeError):  # a tensor class that has no bytes of its own
+        whole = io.BytesIO()
+        torch.save(tensor, whole)
+        return whole.getvalue()

@@ -112,12 +112,8 @@ def _tensor(name: str | int, part: object) -> Tensor:
 def whole_numbers_hint(error: BaseException, sample: Sample) -> str:
     """The remedy where a model does not compute with the whole numbers that it was given; '' for other errors."""
     first = next(iter(sample.tensors.values()))
-    if (
-        first.is_floating_point()
-        or first.is_complex()
-        or not isinstance(error, RuntimeError)
-        or "type" not in str(error)
-    ):
+    number = first.is_floating_point() or first.is_complex()
+    if number or not isinstance(error, RuntimeError) or "type" not in str(error):
         return ""
     return "whole numbers are given to the model as they are, in one dimension as ids (int64): save others as float32"
 

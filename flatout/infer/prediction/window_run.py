@@ -9,13 +9,15 @@ found wrong before any of its kind was returned is run again, sample by sample; 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -28,7 +30,6 @@ from flatout.infer.prediction.batching import Bounds, batches_of, bucket_length
 from flatout.infer.prediction.calling import calling_of
 from flatout.infer.prediction.compiled import CompiledModel
 from flatout.infer.prediction.model_batch import Batching, Layout, Runner
-from flatout.infer.prediction.operations import Operations
 from flatout.infer.prediction.packing import row_length
 from flatout.infer.prediction.placed import Placed
 from flatout.infer.prediction.predicted import Failed
@@ -38,6 +39,12 @@ from flatout.levers.compile import repeated_blocks
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.plan_document import short
+from flatout.torch_private.lookup import is_missing
+from flatout.torch_private.tensors import onednn_linear
+from flatout.train.flops import count_step
+
+if TYPE_CHECKING:
+    from flatout.train.flops import Packet
 
 HOPELESS = 16
 """After this many failures and no success, the model is at fault, not the samples."""
@@ -58,8 +65,15 @@ class Kind:
     """Whether results of batches were returned."""
 
 
-_Counts = tuple[Counter[str], int, int, float | None]
-"""Batches by how they were run, tokens, computed tokens, flops."""
+@dataclass
+class Counts:
+    """What was done for some inputs; see Figures."""
+
+    tokens: int = 0
+    computed_tokens: int = 0
+    batches: Counter[str] = field(default_factory=Counter)
+    flops: float | None = 0.0
+    splits: int = 0
 
 
 class WindowRun:
@@ -71,9 +85,7 @@ class WindowRun:
         """One window at a time: threads may share a predictor, and a window hooks and learns about the one copy."""
         self.runner = Runner(placed, calling_of(placed.model))
         self.notes = placed.notes
-        self.batches: Counter[str] = Counter()
-        self.tokens = self.computed_tokens = self.splits = self.succeeded = self.failed_alone = 0
-        self.flops: float | None = 0.0
+        self.succeeded = self.failed_alone = 0
         self.batch_tokens = bounds.batch_tokens
         self.batch_limit: int | None = None
         """Inputs of fixed size that a batch may hold since memory ran out; None: it never did."""
@@ -84,49 +96,43 @@ class WindowRun:
         """Why samples are run one by one as they come; '' = they need not be; None: not yet known."""
         self._kinds: dict[Hashable, Kind] = {}
         self._operations = Operations()
+        self._counts = Counts()
 
-    def run(self, samples: Sequence[Sample]) -> dict[int, object]:
-        """Results or `Failed` by index; call it with `lock` held. Raises UsageError or the model's own error where no
-        sample ever worked, and UsageError where results that were returned before are in doubt."""
+    def run(self, samples: Sequence[Sample], counts: Counts) -> dict[int, object]:
+        """Results or `Failed` by index; call it with `lock` held. Adds to `counts`. Raises UsageError where no sample
+        ever worked, or where results that were returned before are in doubt."""
+        self._counts = counts
         results: dict[int, object] = {}
         if not samples:
             return results
         self._prepare(samples)
         if self._in_order or (self._in_order is None and len(samples) < FEW):
             for sample in samples:
-                self._start(self._kind(sample))
+                self.runner.layout = self._kind(sample).layout
                 self._run_batch([sample], "alone", results)
             return results
-        by_kind: dict[Hashable, list[Sample]] = {}
-        for sample in samples:
-            by_kind.setdefault(sample.kind, []).append(sample)
-        for members in by_kind.values():
+        for members in _grouped(samples, lambda sample: sample.kind):
             self._run_kind(self._kind(members[0]), members, results)
         return results
 
     def _run_kind(self, kind: Kind, members: list[Sample], results: dict[int, object]) -> None:
-        self._start(kind)
+        self.runner.layout = kind.layout
         how = self._choose(kind, members)
-        before = self._counts()
+        before = copy.deepcopy(self._counts)
         try:
             for batch in self._batches(members, how):
                 self._run_batch(batch, how, results)
         except Mismatch as found:
             self._distrust(kind, found)
-            self._put_back(before)
+            before.splits = self._counts.splits
+            vars(self._counts).update(vars(before))  # what is done again counts once
             for sample in members:
                 self._run_batch([sample], "alone", results)
             return
         kind.batched = kind.batched or how != "alone"
 
     def _kind(self, sample: Sample) -> Kind:
-        known = self._kinds.get(sample.kind)
-        if known is None:
-            known = self._kinds[sample.kind] = Kind(Agreement(self.runner.placed.rate))
-        return known
-
-    def _start(self, kind: Kind) -> None:
-        self.runner.layout = kind.layout
+        return self._kinds.setdefault(sample.kind, Kind(Agreement(self.runner.placed.rate)))
 
     def _distrust(self, kind: Kind, found: Mismatch) -> None:
         """From now on each of this kind alone; UsageError where results of batches were returned already."""
@@ -140,13 +146,6 @@ class WindowRun:
         assert kind.allowed is not None, "nothing is batched before it was tried"
         kind.allowed = kind.allowed.only_alone(str(found))
         self._say_alone(kind.allowed.reasons["equal"])
-
-    def _counts(self) -> _Counts:
-        return copy.copy(self.batches), self.tokens, self.computed_tokens, self.flops
-
-    def _put_back(self, counts: _Counts) -> None:
-        """What is done again counts once."""
-        self.batches, self.tokens, self.computed_tokens, self.flops = counts
 
     # learning about the model
 
@@ -163,23 +162,21 @@ class WindowRun:
         prepare(self.runner, self.plan, samples, fold=not self._in_order)
         self.runner.blocks = repeated_blocks(self.runner.placed.model)
 
-    def _compile(self) -> None:
-        if self.plan.compile is not None and self.compiled is None:
-            model, device = self.runner.placed.model, self.runner.placed.device.type
-            self.compiled = CompiledModel(model, self.plan.compile, device=device)
-            self.runner.call = self.compiled
-
     def _choose(self, kind: Kind, samples: Sequence[Sample]) -> Batching:
         """What the plan asks for and the model allows; tried uncompiled, and again for lengths outside those tried."""
         kind.seen += len(samples)
-        if kind.allowed is None and (kind.seen < FEW or self._one_by_one(samples[0])):
+        most = self._most(samples[0]) if samples[0].length is None else self.bounds.batch_tokens
+        one_by_one = most == 1 and self.plan.compile is None  # any batch would hold one sample only
+        if kind.allowed is None and (kind.seen < FEW or one_by_one):
             return "alone"
         call, self.runner.call = self.runner.call, None
         try:
             self._try(kind, samples)
         finally:
             self.runner.call = call
-        self._compile()
+        if self.plan.compile is not None and self.compiled is None:
+            placed = self.runner.placed
+            self.compiled = self.runner.call = CompiledModel(placed.model, self.plan.compile, device=placed.device.type)
         if kind.allowed is None:
             return "alone"
         how, reason = kind.allowed.choose(self.plan.batching)
@@ -189,14 +186,9 @@ class WindowRun:
             self.notes.append(note)
         return how
 
-    def _one_by_one(self, sample: Sample) -> bool:
-        """Would any batch hold one sample only?"""
-        if self.plan.compile is not None:
-            return False
-        return (self._most(sample) if sample.length is None else self.bounds.batch_tokens) == 1
-
     def _try(self, kind: Kind, samples: Sequence[Sample]) -> None:
-        self._learn_operations(samples)
+        with contextlib.suppress(Exception):  # a bad sample: its batch will report it
+            self._operations.learn(samples, lambda sample: self.runner.run([sample], "alone"))
         trial = Trial(self.runner, kind.agreement, self.bounds.batch_tokens)
         if kind.allowed is None:
             kind.allowed = trial.equal(samples)
@@ -220,12 +212,6 @@ class WindowRun:
     def _say_alone(self, reason: str) -> None:
         if (note := f"inputs are run one by one: {reason}") not in self.notes:
             self.notes.append(note)
-
-    def _learn_operations(self, samples: Sequence[Sample]) -> None:
-        try:
-            self._operations.learn(samples, lambda sample: self.runner.run([sample], "alone"))
-        except Exception:  # a bad sample: its batch will report it
-            return
 
     # batches
 
@@ -314,12 +300,13 @@ class WindowRun:
         lengths = [sample.tokens for sample in batch]
         ragged = len(set(lengths)) > 1
         done = how if ragged or how == "alone" else "equal"
-        self.batches[done] += 1
-        self.tokens += sum(lengths)
-        self.computed_tokens += _computed(lengths, done, rows, tokens)
+        counts = self._counts
+        counts.batches[done] += 1
+        counts.tokens += sum(lengths)
+        counts.computed_tokens += _computed(lengths, done, rows, tokens)
         for sample in batch:
             flops = self._operations.of(sample)
-            self.flops = None if flops is None or self.flops is None else self.flops + flops
+            counts.flops = None if flops is None or counts.flops is None else counts.flops + flops
         if self.compiled is not None and self.compiled.gave_up and self.compiled.gave_up not in self.notes:
             self.notes.append(self.compiled.gave_up)
         return found
@@ -334,7 +321,7 @@ class WindowRun:
             ) from error
         no_memory = is_out_of_memory(error)
         if no_memory:
-            self.splits += 1
+            self._counts.splits += 1
             if self.runner.placed.device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -358,9 +345,7 @@ class WindowRun:
         remedy = "cut it, or give the run more memory" if no_memory else whole_numbers_hint(error, sample)
         error = self._plainer(error, sample)
         failed = Failed.by(sample.index, error)
-        results[sample.index] = Failed(
-            index=sample.index, what=failed.what, limit=failed.limit, remedy=failed.remedy or remedy
-        )
+        results[sample.index] = replace(failed, remedy=failed.remedy or remedy)
 
     def _plainer(self, error: Exception, sample: Sample) -> Exception:
         """An embedding only says that an index is out of range."""
@@ -410,3 +395,61 @@ def _grouped(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> li
     for sample in samples:
         groups.setdefault(key(sample), []).append(sample)
     return list(groups.values())
+
+
+class Operations:
+    """How many operations a sample takes on one model, by its kind: counted at two lengths, between them by
+    a * length + b * length^2."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, dict[int, float]] = {}
+
+    def learn(self, samples: Sequence[Sample], run: Callable[[Sample], object]) -> None:
+        """From the shortest and the longest of these, of one kind; `run` calls the model on one."""
+        known = self._known.setdefault(samples[0].kind, {})
+        lengths = {sample.tokens: sample for sample in samples}
+        for length in sorted({min(lengths), max(lengths)} - set(known))[: 2 - len(known)]:
+            self.counted(lengths[length], run)
+
+    def counted(self, sample: Sample, run: Callable[[Sample], object]) -> object:
+        """Returns what `run` returns; its operations are counted until two lengths are known."""
+        known = self._known.setdefault(sample.kind, {})
+        if len(known) >= 2 or sample.tokens in known:
+            return run(sample)
+        finish = count_step(_formulas())
+        try:
+            output = run(sample)
+        except Exception:  # a bad sample: its operations are no measure
+            finish()
+            raise
+        known[sample.tokens] = finish()
+        return output
+
+    def of(self, sample: Sample) -> float | None:
+        """None where none of its kind could be counted."""
+        known = self._known.get(sample.kind) or {}
+        if not known:
+            return None
+        if sample.tokens in known:
+            return known[sample.tokens]
+        (short, of_short), *others = known.items()
+        if not others or sample.length is None:
+            return of_short * sample.tokens / short
+        ((long, of_long),) = others
+        b = (of_long / long - of_short / short) / (long - short)
+        return (of_short / short - b * short + b * sample.tokens) * sample.tokens
+
+
+def _formulas() -> Mapping[Packet, Callable[..., int]]:
+    """Operations of oneDNN's products, which torch's counter does not know."""
+    found: dict[Packet, Callable[..., int]] = {}
+
+    def product(x: Sequence[int], weight: Sequence[int]) -> int:
+        return 2 * int(torch.Size(x).numel()) * (weight[0] if weight[1] == x[-1] else weight[1])
+
+    if not is_missing(onednn_linear):
+        found[cast("Packet", onednn_linear)] = lambda x, weight, *_: product(x, weight)
+    whole = getattr(torch.ops.onednn, "qlinear_pointwise", None)
+    if whole is not None:
+        found[whole] = lambda x, x_scale, x_zero, weight, *_: product(x, weight)
+    return found

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -73,14 +74,19 @@ def parse_argument(spec: object) -> Argument:
     if match is None:
         raise UsageError(f"the input is {spec!r}", limit=FORM)
     if match["dtype"] not in _DTYPES:
-        close = difflib.get_close_matches(match["dtype"], _DTYPES, n=1)
-        remedy = f"did you mean {close[0]}?" if close else f"dtypes are {', '.join(_DTYPES)}"
+        remedy = nearest(match["dtype"], _DTYPES) or f"dtypes are {', '.join(_DTYPES)}"
         raise UsageError(f"the input {spec!r} has the dtype {match['dtype']!r}", limit=FORM, remedy=remedy)
     high = _end(match["below"] or match["high"])
     low = float(match["low"]) if match["low"] else 0.0 if match["below"] else None
     found = TensorArgument(text=spec, dtype=match["dtype"], dims=_dims(spec, match["dims"]), low=low, high=high)
     _check_range(found)
     return found
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """'did you mean float32?'; '' where nothing is spelt much like it."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _end(text: str | None) -> float | Size | None:

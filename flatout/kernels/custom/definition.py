@@ -9,7 +9,6 @@ and, where they are needed, the names of OPTIONAL. They are names of the file, o
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -20,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from flatout.errors import FlatoutError, UsageError
-from flatout.kernels.custom.argument_specs import FLOATS, FORM, Argument, TensorArgument, parse_argument
+from flatout.kernels.custom.argument_specs import FLOATS, FORM, Argument, TensorArgument, nearest, parse_argument
 from flatout.tracebacks import is_users_file
 
 REQUIRED = ("kernel", "reference", "inputs")
@@ -143,8 +142,7 @@ def _at(error: BaseException) -> str:
 def _attribute(owner: object, name: str, file: Path) -> object:
     found = _names(owner)
     if name not in found:
-        close = difflib.get_close_matches(name, found, n=1)
-        remedy = f"did you mean {close[0]}?" if close else f"it has {', '.join(found)}" if found else ""
+        remedy = nearest(name, found) or (f"it has {', '.join(found)}" if found else "")
         raise UsageError(
             f"{file} has no {name!r}", limit="a kernel's class or dict is named after the colon", remedy=remedy
         )
@@ -189,11 +187,8 @@ def _definition(owner: object, target: str) -> Definition:
 
 
 def _guess(missing: str, found: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(missing, found, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
     holders = [name for name, value in found.items() if isinstance(value, type | dict) and "kernel" in _names(value)]
-    return f"name one of {', '.join(holders)} after a colon" if holders else ""
+    return nearest(missing, found) or (f"name one of {', '.join(holders)} after a colon" if holders else "")
 
 
 def _called(value: object, name: str) -> Call:
@@ -241,9 +236,8 @@ def _words(value: object, name: str, known: Sequence[str]) -> tuple[str, ...]:
     wrong = [one for one in words if one not in known]
     if wrong or not words:
         shown = wrong[0] if wrong else value
-        close = difflib.get_close_matches(str(shown), known, n=1)
-        remedy = f"did you mean {close[0]}?" if close else ""
-        raise UsageError(f"{name} has {shown!r}", limit=f"it is some of {', '.join(known)}", remedy=remedy)
+        limit = f"it is some of {', '.join(known)}"
+        raise UsageError(f"{name} has {shown!r}", limit=limit, remedy=nearest(str(shown), known))
     return words
 
 
@@ -301,6 +295,5 @@ def _timing(value: object) -> Mapping[str, int]:
 def _check_known(of: str, names: Sequence[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {close[0]}?" if close else ""
-            raise UsageError(f"{of} has {name!r}", limit=f"known are {', '.join(known) or 'none'}", remedy=remedy)
+            limit = f"known are {', '.join(known) or 'none'}"
+            raise UsageError(f"{of} has {name!r}", limit=limit, remedy=nearest(name, known))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 import time
@@ -28,23 +27,6 @@ class Cause:
 
 
 # before a build
-
-
-def cpp_command() -> list[str]:
-    """The C++ compiler's command. MachineError: there is none."""
-    words = _words(environment.cpp_compiler(), "CXX")
-    if not words or shutil.which(words[0]) is None:
-        limit = "kernels are built with g++ or clang++"
-        remedy = "apt install g++ (or the package of your system), or name a compiler in CXX"
-        raise MachineError(f"there is no C++ compiler {environment.cpp_compiler()!r}", limit=limit, remedy=remedy)
-    return words
-
-
-def _words(command: str, variable: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError as error:
-        raise UsageError(f"{variable} is {command!r}", limit=f"it is a command ({error})") from error
 
 
 def nvcc_command(torch_cuda: str | None) -> list[str]:

@@ -42,7 +42,9 @@ def load(
     `torch.ops.name` (of the first name, if there are several). UsageError: the sources do not compile, with the
     compiler's first error and its likely cause. MachineError: this machine lacks something that building needs.
     """
-    units = _units(sources)
+    if not sources:
+        raise UsageError("there are no sources", limit="kernels.load takes files or source text")
+    units = tuple(_unit(one) for one in sources)
     build = Build(
         name=_name(name, units),
         units=units,
@@ -67,12 +69,6 @@ _loaded: dict[str, ModuleType] = {}
 
 
 # what was asked for
-
-
-def _units(sources: Sequence[str | os.PathLike[str]]) -> tuple[Unit, ...]:
-    if not sources:
-        raise UsageError("there are no sources", limit="kernels.load takes files or source text")
-    return tuple(_unit(one) for one in sources)
 
 
 def _unit(source: str | os.PathLike[str]) -> Unit:

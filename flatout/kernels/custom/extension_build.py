@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
 import re
@@ -30,8 +29,8 @@ from flatout import environment
 from flatout.errors import MachineError, UsageError
 from flatout.file_locks import lock_now
 from flatout.kernels.custom import doctor, sanitizer
-from flatout.kernels.native import processor
-from flatout.kernels.own_folder import Refused, check_ours, own_folder
+from flatout.kernels.native import cpp_command, processor, processor_flags
+from flatout.kernels.own_folder import Refused, checksum, keep_library, kept_library, own_folder
 
 FOLDER = "extensions"
 BUILD_SECONDS = 1800
@@ -99,7 +98,7 @@ def tell_watchers(stage: Stage, name: str) -> None:
 
 def key_of(build: Build) -> str:
     parts = [repr(build), torch.__version__, sys.version, platform.machine(), environment.cpp_compiler()]
-    parts += [str(environment.sanitizes_extensions()), environment.cuda_architectures(), *_processor_flags()]
+    parts += [str(environment.sanitizes_extensions()), environment.cuda_architectures(), *processor_flags()]
     parts.append(processor())  # the cache may be in a home directory that several machines share
     if build.uses_cuda:
         parts += [repr(torch.cuda.get_device_capability(number)) for number in range(torch.cuda.device_count())]
@@ -136,37 +135,23 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _kept(record: Path) -> Path | None:
-    try:
-        check_ours(record)
-        noted = json.loads(record.read_text())
-        library = record.with_name(f"{record.name}-{noted['checksum'][:16]}.so")
-        check_ours(library)
-        whole = _checksum(library) == noted["checksum"]
-        same = all(_checksum(Path(file)) == checksum for file, checksum in noted["included"].items())
-    except Refused:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    found = kept_library(record)
+    if found is None:
         return None
-    return library if whole and same else None
-
-
-def _checksum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    library, noted = found
+    try:
+        same = all(checksum(Path(file)) == before for file, before in noted["included"].items())
+    except OSError:
+        return None
+    return library if same else None
 
 
 def _made(build: Build, folder: Path, record: Path) -> Path:
     tell_watchers("building", build.name)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as place:
         made = _compiled(build, Path(place))
-        checksum = _checksum(made)
-        included = {str(one): _checksum(one) for one in _included(Path(place))}
-        note = Path(place, "record")
-        note.write_text(json.dumps({"checksum": checksum, "included": included}))
-        made.chmod(0o500)
-        note.chmod(0o400)
-        library = record.with_name(f"{record.name}-{checksum[:16]}.so")
-        os.replace(made, library)
-        os.replace(note, record)  # after the library: a record always speaks of a whole one
+        included = {str(one): checksum(one) for one in _included(Path(place))}
+        library = keep_library(made, record, included=included)
     tell_watchers("built", build.name)
     return library
 
@@ -183,7 +168,7 @@ def _included(place: Path) -> list[Path]:
 
 def _compiled(build: Build, place: Path) -> Path:
     """The shared library, made in the folder `place`."""
-    cxx = doctor.cpp_command()
+    cxx = cpp_command()
     nvcc = doctor.nvcc_command(torch.version.cuda) if build.uses_cuda else []
     commands = []
     for number, unit in enumerate(build.units):
@@ -241,19 +226,15 @@ def _include_flags(build: Build) -> list[str]:
 
 def _cxx_flags(build: Build) -> list[str]:
     own = ["-std=c++20", "-fPIC", "-w", "-MMD", f"-DTORCH_EXTENSION_NAME={build.name}"]
-    speed = sanitizer.build_flags() if environment.sanitizes_extensions() else ("-O3", *_processor_flags())
+    speed = sanitizer.build_flags() if environment.sanitizes_extensions() else ("-O3", *processor_flags())
     return [*own, *speed, *_include_flags(build), *build.cxx_flags]
-
-
-def _processor_flags() -> tuple[str, ...]:
-    return ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
 
 
 def _cuda_flags(build: Build) -> list[str]:
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     capabilities = [torch.cuda.get_device_capability(one) for one in devices]
     own = ["-std=c++20", "-O3", "-w", "--expt-relaxed-constexpr", "-MMD", "-Xcompiler", "-fPIC"]
-    named = [f"-DTORCH_EXTENSION_NAME={build.name}", "-DUSE_CUDA", "-ccbin", doctor.cpp_command()[0]]
+    named = [f"-DTORCH_EXTENSION_NAME={build.name}", "-DUSE_CUDA", "-ccbin", cpp_command()[0]]
     architectures = doctor.architecture_flags(environment.cuda_architectures(), capabilities)
     return [*own, *named, *architectures, *_include_flags(build), *build.cuda_flags]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -24,14 +24,9 @@ def shape_of(argument: TensorArgument, sizes: Mapping[str, int]) -> tuple[int, .
     return tuple(sizes[one] if isinstance(one, str) else one for one in argument.dims)
 
 
-def count_of(shape: Sequence[int]) -> int:
-    """Of a tensor's elements."""
-    return math.prod(shape)
-
-
 def elements(definition: Definition, sizes: Mapping[str, int]) -> int:
     """Of all inputs together."""
-    return sum(count_of(shape_of(one, sizes)) for one in definition.tensors)
+    return sum(math.prod(shape_of(one, sizes)) for one in definition.tensors)
 
 
 class Footprint:
@@ -66,8 +61,8 @@ class Footprint:
             name = index.high
             if isinstance(name, str) and sizes[name]:
                 tables = [shape_of(one, sizes) for one in self._definition.tensors if name in one.dims]
-                row = max((count_of(shape) // sizes[name] for shape in tables), default=1)
-                total += count_of(shape_of(index, sizes)) * row
+                row = max((math.prod(shape) // sizes[name] for shape in tables), default=1)
+                total += math.prod(shape_of(index, sizes)) * row
         return total
 
 

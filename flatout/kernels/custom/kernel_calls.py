@@ -38,8 +38,12 @@ class Outcome:
     """Was the result the same, bit for bit, the second time?"""
 
 
-class ReferenceFails(Exception):
-    """The reference itself cannot do this case, so there is nothing to compare with."""
+class NothingToCompare(Exception):
+    """A case says nothing of the kernel."""
+
+
+class ReferenceFails(NothingToCompare):
+    """The reference itself cannot do this case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,10 @@ def forward_outcome(definition: Definition, case: Case, device: str) -> Outcome:
             return Outcome(problem=Problem(kind="raises", text=f"called again, it {raised_text(error)}"))
     same = all(torch.equal(bytes_view(one), bytes_view(two)) for one, two in zip(found, second, strict=True))
     return Outcome(problem=None, repeatable=same)
+
+
+def forward_problem(definition: Definition, case: Case, device: str) -> Problem | None:
+    return forward_outcome(definition, case, device).problem
 
 
 def expected_of(definition: Definition, values: Sequence[Any]) -> Expected:
@@ -138,7 +146,8 @@ def values_problem(
     if len(found) != len(expected.own):
         text = f"gives {len(found)} tensors, the reference {len(expected.own)}"
         return Problem(kind="shape", text=text)
-    rule = Rule(tolerance=definition.tolerance, longest=longest_sum(definition, case))
+    longest = max(size for one in definition.tensors for size in (1, *shape_of(one, case.sizes)))
+    rule = Rule(tolerance=definition.tolerance, longest=longest)
     sides = zip(found, expected.truth, expected.own, expected.nudged, strict=True)
     for number, (one, truth, own, nudged) in enumerate(sides):
         name = what if len(found) == 1 else f"{what} {number}"
@@ -149,10 +158,6 @@ def values_problem(
         if wrong is not None:
             return Problem(kind="values", text=f"{name}: {wrong}")
     return None
-
-
-def longest_sum(definition: Definition, case: Case) -> int:
-    return max(size for one in definition.tensors for size in (1, *shape_of(one, case.sizes)))
 
 
 def _closer_look(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from flatout.decoding import decode
 from flatout.notebook_tables import table_html
 from flatout.statistics import Comparison
 from flatout.timing import Measurement
@@ -43,9 +44,8 @@ class KernelProperty:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> KernelProperty:  # Any: written by to_json
-        failure = data["failure"]
-        return cls(**{**data, "failure": None if failure is None else KernelFailure(**failure)})
+    def from_json(cls, data: object) -> KernelProperty:
+        return decode(cls, data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,35 +74,23 @@ class KernelSpeed:
         return None if self.ceiling_seconds is None else self.ceiling_seconds / self.kernel.median_seconds
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "case": self.case,
-            "kernel": self.kernel.to_json(),
-            "reference": self.reference.to_json(),
-            "compiled": None if self.compiled is None else self.compiled.to_json(),
-            "compiled_reason": self.compiled_reason,
-            "against_reference": self.against_reference.to_json(),
-            "against_compiled": None if self.against_compiled is None else self.against_compiled.to_json(),
-            "moved_bytes": self.moved_bytes,
-            "flops": self.flops,
-            "ceiling_seconds": self.ceiling_seconds,
-            "ceiling_reason": self.ceiling_reason,
-            "share_of_ceiling": self.share_of_ceiling,
-        }
+        parts = {name: None if (one := getattr(self, name)) is None else one.to_json() for name in _PARTS}
+        return {**asdict(self), **parts, "share_of_ceiling": self.share_of_ceiling}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> KernelSpeed:  # Any: written by to_json
-        compiled, against = data["compiled"], data["against_compiled"]
         plain = {name: value for name, value in data.items() if name != "share_of_ceiling"}
-        return cls(
-            **{
-                **plain,
-                "kernel": Measurement.from_json(data["kernel"]),
-                "reference": Measurement.from_json(data["reference"]),
-                "compiled": None if compiled is None else Measurement.from_json(compiled),
-                "against_reference": Comparison.from_json(data["against_reference"]),
-                "against_compiled": None if against is None else Comparison.from_json(against),
-            }
-        )
+        parts = {name: None if data[name] is None else kind.from_json(data[name]) for name, kind in _PARTS.items()}
+        return cls(**{**plain, **parts})
+
+
+_PARTS: Mapping[str, type[Measurement | Comparison]] = {
+    "kernel": Measurement,
+    "reference": Measurement,
+    "compiled": Measurement,
+    "against_reference": Comparison,
+    "against_compiled": Comparison,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

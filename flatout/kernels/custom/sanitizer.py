@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from flatout.errors import FlatoutError
-from flatout.kernels.custom import doctor
+from flatout.kernels.native import cpp_command
 from flatout.tracebacks import is_users_file
 
 ELF = b"\x7fELF"
@@ -38,7 +38,7 @@ def runtime() -> tuple[str | None, str]:
     if sys.platform != "linux":
         return None, "AddressSanitizer is used on Linux only"
     try:
-        command = doctor.cpp_command()
+        command = cpp_command()
     except FlatoutError as error:
         return None, error.what
     names = (
@@ -46,14 +46,14 @@ def runtime() -> tuple[str | None, str]:
     )
     for name in names:
         found = Path(_said_by([*command, f"-print-file-name={name}"]).strip())
-        if found.is_absolute() and found.is_file() and _starts_with(found, ELF):  # elsewhere it is a linker script
+        if found.is_absolute() and found.is_file() and found.read_bytes().startswith(ELF):  # else it is a linker script
             return str(found.resolve()), ""
     return None, f"{command[0]} comes without AddressSanitizer's library ({names[0]}): install libasan"
 
 
 @functools.cache
 def _is_clang() -> bool:
-    return "clang" in _said_by([*doctor.cpp_command(), "--version"]).lower()
+    return "clang" in _said_by([*cpp_command(), "--version"]).lower()
 
 
 def _said_by(command: list[str]) -> str:
@@ -61,11 +61,6 @@ def _said_by(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _starts_with(file: Path, magic: bytes) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(magic)) == magic
 
 
 def read_report(errors: str) -> str | None:

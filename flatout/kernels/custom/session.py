@@ -10,7 +10,7 @@ from typing import IO, Any, Literal, TypedDict
 from flatout.kernels.custom.cases import Case, case_text
 from flatout.kernels.custom.definition import Definition
 from flatout.kernels.custom.drawn_inputs import reproduction
-from flatout.kernels.custom.kernel_calls import Problem
+from flatout.kernels.custom.kernel_calls import NothingToCompare, Problem
 from flatout.kernels.custom.result import KernelFailure, KernelProperty
 from flatout.kernels.custom.shrinking import shrunk
 
@@ -76,15 +76,6 @@ class Session:
             reproduce=reproduction(self.definition, case, self.device),
         )
 
-    def plain_failure(self, what: str) -> KernelFailure:
-        """One that is not of a single case."""
-        return KernelFailure(what=what)
-
-    @property
-    def ceilings_device(self) -> str:
-        """As ceilings are kept: 'cpu' or 'cuda:0'."""
-        return "cuda:0" if self.device == "cuda" else self.device
-
 
 def tell(messages: IO[str], **message: object) -> None:
     messages.write(json.dumps(message) + "\n")
@@ -95,7 +86,7 @@ def tell_failure(
     session: Session,
     name: str,
     first: tuple[Case, Problem],
-    look: Callable[[Session, Case], Problem | None],
+    look: Callable[[Definition, Case, str], Problem | None],
     *,
     cases: int,
     failed: int,
@@ -103,11 +94,17 @@ def tell_failure(
     """A property with the smallest case that fails in the same way as `first`."""
     case, problem = first
 
+    def looked(simpler: Case) -> Problem | None:
+        try:
+            return look(session.definition, simpler, session.device)
+        except NothingToCompare:
+            return None
+
     def fails(simpler: Case) -> bool:
         session.starts(name, simpler)
-        found = look(session, simpler)
+        found = looked(simpler)
         return found is not None and found.kind == problem.kind
 
     small = shrunk(session.definition, case, fails)
-    problem = look(session, small) or problem
+    problem = looked(small) or problem
     session.found(name, "failed", cases=cases, failed=failed, failure=session.failure(small, problem.text))

@@ -7,7 +7,7 @@ measured products the time for the reference's matrix products. The longer of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from flatout.kernels.custom.kernel_calls import outputs_of, synchronize
 from flatout.kernels.custom.result import KernelSpeed
 from flatout.machine.ceilings import Ceilings
 from flatout.statistics import compare_paired
-from flatout.timing import Measurement, interleave
+from flatout.timing import interleave
 
 ELEMENTS, QUICK_ELEMENTS = 1 << 23, 1 << 20
 """Of all inputs together, and of all outputs: more than most caches hold; in a quick check less."""
@@ -40,16 +40,15 @@ def timed_case(definition: Definition, dtype: str, *, quick: bool) -> Case:
 
 def speed_of(
     definition: Definition,
-    dtype: str,
+    case: Case,
     device: str,
     *,
     ceilings: Ceilings | None,
-    backend: str | None,
+    backend: str,
     quick: bool,
-    fingerprint: str | None = None,
+    fingerprint: str,
 ) -> KernelSpeed:
     """Timed in turns with the reference, and the compiled one where a compiler is there (backend)."""
-    case = timed_case(definition, dtype, quick=quick)
     # Without guard zones: they would be the same, but for a place in memory that no program has.
     values = draw(definition, case, device).values
     functions: dict[str, Callable[[], object]] = {
@@ -70,14 +69,19 @@ def speed_of(
         )
         outputs = outputs_of(definition, definition.kernel(*values), values)
         flops = _flops(definition, values)
+    kernel, reference, timed = found["kernel"], found["reference"], found.get("compiled")
     tensors = {id(one): one for one in (*values, *outputs) if isinstance(one, Tensor)}
-    moved = sum(one.numel() * one.element_size() for one in tensors.values())
-    ceiling, why = ceiling_seconds(moved, flops, dtype, ceilings)
+    moved = sum(one.nbytes for one in tensors.values())
+    ceiling, why = ceiling_seconds(moved, flops, case.dtype, ceilings)
     if ceilings is not None and device == "cpu" and ceilings.threads != torch.get_num_threads():
         why += f", measured with {ceilings.threads} threads where this ran with {torch.get_num_threads()}"
     return KernelSpeed(
         case=case_text(definition, case),
-        **_compared(found),
+        kernel=kernel,
+        reference=reference,
+        compiled=timed,
+        against_reference=compare_paired(reference.samples_seconds, kernel.samples_seconds),
+        against_compiled=None if timed is None else compare_paired(timed.samples_seconds, kernel.samples_seconds),
         compiled_reason=reason,
         moved_bytes=moved,
         flops=flops,
@@ -86,24 +90,10 @@ def speed_of(
     )
 
 
-def _compared(found: Mapping[str, Measurement]) -> dict[str, Any]:  # Any: fields of KernelSpeed
-    kernel, reference, compiled = found["kernel"], found["reference"], found.get("compiled")
-    against = None if compiled is None else compare_paired(compiled.samples_seconds, kernel.samples_seconds)
-    return {
-        "kernel": kernel,
-        "reference": reference,
-        "compiled": compiled,
-        "against_reference": compare_paired(reference.samples_seconds, kernel.samples_seconds),
-        "against_compiled": against,
-    }
-
-
-def _compiled(
-    definition: Definition, values: tuple[Any, ...], backend: str | None
-) -> tuple[Callable[[], object] | None, str]:
+def _compiled(definition: Definition, values: tuple[Any, ...], backend: str) -> tuple[Callable[[], object] | None, str]:
     """(the compiled reference, why there is none)."""
     if backend != "inductor":
-        return None, "there is no C++ compiler" if backend is None else f"torch.compile was used with {backend} only"
+        return None, f"torch.compile was used with {backend} only"
     torch.compiler.reset()
     compiled = torch.compile(definition.reference, dynamic=False)
     try:

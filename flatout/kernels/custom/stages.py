@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from flatout.errors import MachineError, UsageError
-from flatout.kernels.custom import doctor
 from flatout.kernels.custom.cases import Case, case_text, draw_cases
 from flatout.kernels.custom.footprint import elements
-from flatout.kernels.custom.kernel_calls import Kind, Problem, ReferenceFails, forward_outcome
+from flatout.kernels.custom.kernel_calls import Kind, Problem, ReferenceFails, forward_outcome, forward_problem
+from flatout.kernels.custom.result import KernelFailure
 from flatout.kernels.custom.session import Session, tell_failure
 from flatout.kernels.custom.speed import speed_of, timed_case
 from flatout.kernels.custom.torch_checks import (
@@ -23,7 +25,9 @@ from flatout.kernels.custom.torch_checks import (
     gradient_problem,
     operator_failures,
 )
+from flatout.kernels.native import cpp_command
 from flatout.machine.detect import detect
+from flatout.machine.device import device_name
 from flatout.machine.kept_ceilings import load_ceilings
 
 OF_MEMORY: tuple[Kind, ...] = ("writes outside", "reads outside", "modifies an input")
@@ -129,7 +133,7 @@ def _tell_forward(session: Session, tally: _Tally) -> None:
     for name, passed in (("forward", "as the reference"), ("memory", "nothing outside is read or written")):
         wrong = tally.wrong[name]
         if wrong:
-            tell_failure(session, name, wrong[0], _forward_problem, cases=count, failed=len(wrong))
+            tell_failure(session, name, wrong[0], forward_problem, cases=count, failed=len(wrong))
         else:
             session.found(name, "passed", passed, cases=count)
     if tally.unlike:
@@ -138,13 +142,6 @@ def _tell_forward(session: Session, tally: _Tally) -> None:
         session.found("repeatable", "noted", text, cases=count, failed=len(tally.unlike))
     else:
         session.found("repeatable", "passed", "two calls on the same inputs give the same bits", cases=count)
-
-
-def _forward_problem(session: Session, case: Case) -> Problem | None:
-    try:
-        return forward_outcome(session.definition, case, session.device).problem
-    except ReferenceFails:
-        return None
 
 
 # gradient
@@ -177,7 +174,7 @@ def _gradient(session: Session, cases: Sequence[Case]) -> bool:
         if problem is not None:
             wrong.append((case, problem))
     if wrong:
-        tell_failure(session, "gradient", wrong[0], _gradient_problem, cases=done, failed=len(wrong))
+        tell_failure(session, "gradient", wrong[0], gradient_problem, cases=done, failed=len(wrong))
     elif done:
         session.found("gradient", "passed", "as autograd's of the reference", cases=done)
     else:
@@ -185,17 +182,10 @@ def _gradient(session: Session, cases: Sequence[Case]) -> bool:
     return bool(done)
 
 
-def _gradient_problem(session: Session, case: Case) -> Problem | None:
-    try:
-        return gradient_problem(session.definition, case, session.device)
-    except (NotSupported, ReferenceFails):
-        return None
-
-
 def _tell_not_supported(session: Session, name: str, wanted: bool | None, text: str) -> None:
     """A mistake where the user's file says that it is supported."""
     if wanted:
-        session.found(name, "failed", failed=1, failure=session.plain_failure(text))
+        session.found(name, "failed", failed=1, failure=KernelFailure(what=text))
     else:
         session.found(name, "noted", text)
 
@@ -208,7 +198,7 @@ def compile_backend(session: Session) -> str:
     if session.quick:
         return "aot_eager"
     try:
-        doctor.cpp_command()
+        cpp_command()
     except MachineError:
         return "aot_eager"
     return "inductor"
@@ -254,14 +244,7 @@ def _autocast(session: Session, cases: Sequence[Case]) -> None:
     if problem is None:
         session.found("autocast", "passed", "under bf16 autocast, right to bf16", cases=1)
         return
-    tell_failure(session, "autocast", (first, problem), _autocast_problem, cases=1, failed=1)
-
-
-def _autocast_problem(session: Session, case: Case) -> Problem | None:
-    try:
-        return autocast_problem(session.definition, case, session.device)
-    except ReferenceFails:
-        return None
+    tell_failure(session, "autocast", (first, problem), autocast_problem, cases=1, failed=1)
 
 
 def _operator(session: Session, cases: Sequence[Case], *, has_gradient: bool, compiles: bool) -> None:
@@ -294,7 +277,7 @@ def _right_where_timed(session: Session, timed: Sequence[Case]) -> bool:
     for case in timed:
         session.starts(TIMED, case, TIMING_SECONDS)
         try:
-            problem = forward_outcome(session.definition, case, session.device).problem
+            problem = forward_problem(session.definition, case, session.device)
         except ReferenceFails as error:
             session.tell(note=f"not compared at {case_text(session.definition, case)}: there the reference {error}")
             continue
@@ -304,7 +287,7 @@ def _right_where_timed(session: Session, timed: Sequence[Case]) -> bool:
         if problem is not None:
             wrong.append((case, problem))
     if wrong:
-        tell_failure(session, TIMED, wrong[0], _forward_problem, cases=done, failed=len(wrong))
+        tell_failure(session, TIMED, wrong[0], forward_problem, cases=done, failed=len(wrong))
     elif done:
         session.found(TIMED, "passed", "as the reference", cases=done)
     return not wrong
@@ -312,18 +295,17 @@ def _right_where_timed(session: Session, timed: Sequence[Case]) -> bool:
 
 def _speed(session: Session) -> None:
     machine = detect()
-    ceilings = load_ceilings(machine, session.ceilings_device)
+    ceilings = load_ceilings(machine, device_name(torch.device(session.device)))
     cases = [timed_case(session.definition, dtype, quick=session.quick) for dtype in session.definition.dtypes]
     if not _right_where_timed(session, cases):
         session.tell(speed_reason=WRONG)
         return
     for case in cases:
-        dtype = case.dtype
         session.starts("timing", case, TIMING_SECONDS)
         try:
             speed = speed_of(
                 session.definition,
-                dtype,
+                case,
                 session.device,
                 ceilings=ceilings,
                 backend=compile_backend(session),
@@ -331,6 +313,7 @@ def _speed(session: Session) -> None:
                 fingerprint=machine.fingerprint,
             )
         except Exception as error:  # the user's own code, on sizes that were not checked
-            session.tell(note=f"not timed in {dtype}: at {case_text(session.definition, case)} it raises {error}"[:300])
+            at = case_text(session.definition, case)
+            session.tell(note=f"not timed in {case.dtype}: at {at} it raises {error}"[:300])
             continue
         session.tell(speed=speed.to_json())

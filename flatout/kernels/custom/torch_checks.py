@@ -15,6 +15,7 @@ from flatout.kernels.custom.definition import Definition
 from flatout.kernels.custom.drawn_inputs import copies, draw, nudged, nudged_copies
 from flatout.kernels.custom.kernel_calls import (
     Expected,
+    NothingToCompare,
     Problem,
     ReferenceFails,
     expected_of,
@@ -29,7 +30,7 @@ _NOT_REGISTERED = "autograd formula"
 """In the message of torch's error for an operator without one; the error has no type of its own."""
 
 
-class NotSupported(Exception):
+class NotSupported(NothingToCompare):
     """The kernel does not do this at all, which is no mistake unless the user asked for it."""
 
 

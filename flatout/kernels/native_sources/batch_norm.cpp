@@ -57,16 +57,8 @@ inline float* of(const Normalisation& job, Statistic one) { return job.statistic
 constexpr int64_t kBlock = 128;  // lines that are summed up in fp32, before the sum goes into one in fp64
 constexpr int64_t kGroups = 64;  // sums in fp64 at most
 
-template <typename T>
-float value(const T* from);
-template <>
-inline float value(const float* from) {
-  return *from;
-}
-template <>
-inline float value(const uint16_t* from) {
-  return from_bf16(*from);
-}
+inline float value(const float* from) { return *from; }
+inline float value(const uint16_t* from) { return from_bf16(*from); }
 inline void put(float value, float* to) { *to = value; }
 inline void put(float value, uint16_t* to) { *to = to_bf16(value); }
 

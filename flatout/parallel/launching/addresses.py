@@ -19,13 +19,10 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
     """Name of each interface -> its addresses, IPv4 first; link-local ones bear a zone (fe80::1%eth0)."""
     found: dict[str, tuple[str, ...]] = {}
     for name, entries in psutil.net_if_addrs().items():
-        own = sorted((one for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)), key=_ipv4_first)
+        own = [one for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)]
+        own.sort(key=lambda one: one.family != socket.AF_INET)
         found[name] = tuple(one.address for one in own)
     return found
-
-
-def _ipv4_first(entry: object) -> bool:
-    return getattr(entry, "family", None) != socket.AF_INET
 
 
 def address_of(interface: str) -> str:
@@ -74,15 +71,8 @@ def resolved(host: str) -> tuple[str, ...]:
 
 def listening(address: str, port: int) -> socket.socket:
     """A socket that listens on one address only; port 0: a free one. Raises OSError, see `cannot_listen`."""
-    listener = socket.socket(_family(address), socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the job before this one has just ended
-        listener.bind((address, port))
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)
 
 
 def is_in_use(error: OSError) -> bool:
@@ -111,10 +101,6 @@ def cannot_listen(address: str, port: int, error: OSError) -> MachineError:
             remedy="choose one from 1024 to 65535 in --rendezvous",
         )
     return MachineError(f"cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def network_variables(interface: str) -> dict[str, str]:

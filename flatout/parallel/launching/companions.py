@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import secrets
 import shutil
 import socket
 import subprocess
@@ -42,10 +41,6 @@ class Guard:
             start_new_session=True,  # Ctrl-C in the terminal is not for it
         )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def watch(self, group: int) -> None:
         self._say(group)
 
@@ -74,23 +69,13 @@ class Store:
         with listener, open(log, "wb") as errors:
             listener.set_inheritable(True)
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    store_process.__file__,
-                    str(listener.fileno()),
-                    "now" if at_once else "later",
-                ],
+                [sys.executable, "-P", store_process.__file__, str(listener.fileno()), "now" if at_once else "later"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def check(self) -> None:
         """Raises MachineError if it has ended by itself."""
@@ -128,7 +113,3 @@ def orphans_adopted() -> Iterator[None]:
         yield
     finally:
         system.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
-
-
-def new_run_name() -> str:
-    return secrets.token_hex(8)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout import __version__
+from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.machine.detect import torch_version
 from flatout.parallel.launch_request import Launch
 
@@ -34,16 +35,6 @@ class Facts:
     plan: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Why machines cannot train together: the parts of an error."""
-
-    what: str
-    limit: str
-    remedy: str
-    is_usage: bool
-
-
 def facts_of(request: Launch, *, gpus: int | None) -> Facts:
     """This machine's, for that job."""
     return Facts(
@@ -65,7 +56,7 @@ def _digest(path: Path | None) -> str | None:
         return None
 
 
-def first_difference(machines: Sequence[tuple[int, Facts]]) -> Difference | None:
+def first_difference(machines: Sequence[tuple[int, Facts]]) -> FlatoutError | None:
     """Between machine 0, which is the first, and any of the others; None: they are alike."""
     (_, zero), *others = machines
     for number, other in others:
@@ -74,7 +65,7 @@ def first_difference(machines: Sequence[tuple[int, Facts]]) -> Difference | None
     return None
 
 
-def _difference(zero: Facts, other: Facts, name: str) -> Difference | None:
+def _difference(zero: Facts, other: Facts, name: str) -> FlatoutError | None:
     here = f"machine 0 ({zero.host})"
     for package, its, ours in (
         ("Python", other.python, zero.python),
@@ -82,30 +73,27 @@ def _difference(zero: Facts, other: Facts, name: str) -> Difference | None:
         ("Flatout", other.flatout, zero.flatout),
     ):
         if its != ours:
-            return Difference(
-                what=f"{name} has {package} {its or '(none)'}, {here} has {ours or '(none)'}",
+            return MachineError(
+                f"{name} has {package} {its or '(none)'}, {here} has {ours or '(none)'}",
                 limit="ranks that train together run the same versions",
                 remedy=f"install the same {package} on both",
-                is_usage=False,
             )
     for what, its, ours, remedy in (
         ("script", other.script, zero.script, "copy one of the two"),
         ("plan", other.plan, zero.plan, "copy flatout.toml from one to the other"),
     ):
         if its != ours:
-            return Difference(
-                what=f"{name} has another {what} ({_short(its)}) than {here} ({_short(ours)})",
+            return UsageError(
+                f"{name} has another {what} ({_short(its)}) than {here} ({_short(ours)})",
                 limit=f"all ranks run the same {what}",
                 remedy=f"{remedy}, or put it on a file system that both share",
-                is_usage=True,
             )
     if other.ranks != zero.ranks:
         least = min(other.ranks, zero.ranks)
-        return Difference(
-            what=f"{name} would start {_counted(other)}, {here} {_counted(zero)}",
+        return UsageError(
+            f"{name} would start {_counted(other)}, {here} {_counted(zero)}",
             limit="each machine starts the same number",
             remedy=f"pass --nproc-per-node {least} on all machines",
-            is_usage=True,
         )
     return None
 

@@ -82,18 +82,9 @@ def last_exception(stderr: bytes) -> tuple[str | None, str | None, bool]:
     return lines[ending].strip()[:_LONGEST], _last_place(frames), waited
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """Where a rank's main thread was."""
-
-    where: str | None
-    """The line of the user's code that runs, or that has called what runs."""
-    in_users_code: bool
-    """Is it in that code itself, or in something other than torch that it called: not waiting for another rank?"""
-
-
-def dumped_stack(stderr: bytes) -> Stack | None:
-    """What faulthandler printed last; None: nothing."""
+def dumped_stack(stderr: bytes) -> tuple[str | None, bool] | None:
+    """Of what faulthandler printed last (None: nothing): the line of the user's code that the main thread runs, or that
+    has called what it runs; is it in that code, or in something other than torch: not waiting for another rank?"""
     text = stderr.decode(errors="replace")
     threads = list(_DUMPED.finditer(text))
     if not threads:
@@ -102,7 +93,7 @@ def dumped_stack(stderr: bytes) -> Stack | None:
     if not frames:
         return None
     in_torch = any(f"{os.sep}torch{os.sep}" in file for file, _ in _above_users(frames))
-    return Stack(where=_last_place(frames[::-1]), in_users_code=not in_torch)
+    return _last_place(frames[::-1]), not in_torch
 
 
 def _above_users(frames: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -113,12 +104,8 @@ def _above_users(frames: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def _last_place(frames: list[tuple[str, str]]) -> str | None:
     mine = [frame for frame in frames if is_users_file(frame[0])] or frames
-    return (
-        f"{os.path.relpath(mine[-1][0]) if _is_below(mine[-1][0]) else mine[-1][0]}, line {mine[-1][1]}"
-        if mine
-        else None
-    )
-
-
-def _is_below(path: str) -> bool:
-    return os.path.isabs(path) and os.path.realpath(path).startswith(os.path.realpath(os.getcwd()) + os.sep)
+    if not mine:
+        return None
+    file, line = mine[-1]
+    below = os.path.isabs(file) and os.path.realpath(file).startswith(os.path.realpath(os.getcwd()) + os.sep)
+    return f"{os.path.relpath(file) if below else file}, line {line}"

@@ -9,27 +9,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from flatout.errors import FlatoutError, MachineError
+from flatout.errors import MachineError
 from flatout.parallel.launch_request import Launch
 from flatout.parallel.launching import addresses
 from flatout.parallel.launching.companions import Guard, orphans_adopted
 from flatout.parallel.launching.events import Event, OnlyHere, is_essential
 from flatout.parallel.launching.facts import facts_of
-from flatout.parallel.launching.gate import Gate
 from flatout.parallel.launching.leader import Leader
 from flatout.parallel.launching.local_ranks import LocalRanks
-from flatout.parallel.launching.machines import LocalMachine
+from flatout.parallel.launching.machines import Gate, LocalMachine
 from flatout.parallel.launching.member import Member, connected
 from flatout.parallel.launching.messages import Connection
 from flatout.parallel.launching.output import Output
 from flatout.parallel.launching.signals import Signals
 
 
-def say_nothing(event: Event) -> None:
-    """For those who do not want to be told."""
-
-
-def launch(request: Launch, *, tell: Callable[[Event], None] = say_nothing, gpus: int | None = None) -> int:
+def launch(request: Launch, *, tell: Callable[[Event], None] = lambda event: None, gpus: int | None = None) -> int:
     """Run the job, or this machine's part of it, to its end; what its ranks print is passed on to stdout and stderr.
 
     tell: called with what happens (flatout.report.launch_text has the words), between two lines of the ranks. gpus: how
@@ -134,7 +129,11 @@ class _Meeting:
             there = addresses.resolved(host)
         except OSError as error:
             if own is None and must_lead:
-                raise _no_host(host, error) from error
+                raise MachineError(
+                    f"no host {host}: {error.strerror}",
+                    limit="machine 0 listens on the rendezvous' address",
+                    remedy="put an address into --rendezvous, or name one with --interface",
+                ) from error
             there = ()
         leads = must_lead or any(addresses.interface_name(one) is not None for one in there)
         if not leads:
@@ -154,14 +153,6 @@ class _Meeting:
             self.gate.close()
         if self.connection is not None:
             self.connection.close()
-
-
-def _no_host(host: str, error: OSError) -> FlatoutError:
-    return MachineError(
-        f"no host {host}: {error.strerror}",
-        limit="machine 0 listens on the rendezvous' address",
-        remedy="put an address into --rendezvous, or name one with --interface",
-    )
 
 
 def _means_loopback(host: str) -> bool:

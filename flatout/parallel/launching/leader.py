@@ -7,6 +7,7 @@ gather -> start on all -> (all ended | a rank failed | ranks hang | a machine is
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.parallel.launch_request import Launch
 from flatout.parallel.launching import addresses
 from flatout.parallel.launching.attempt import Attempt
-from flatout.parallel.launching.companions import Store, new_run_name
+from flatout.parallel.launching.companions import Store
 from flatout.parallel.launching.events import (
     Again,
     ClockDiffers,
@@ -32,10 +33,9 @@ from flatout.parallel.launching.events import (
     RanksHang,
     Stopping,
 )
-from flatout.parallel.launching.facts import Difference, Facts, first_difference
+from flatout.parallel.launching.facts import Facts, first_difference
 from flatout.parallel.launching.failure import RankEnd
-from flatout.parallel.launching.gate import Gate
-from flatout.parallel.launching.machines import BEAT_SECONDS, LocalMachine, RemoteMachine
+from flatout.parallel.launching.machines import BEAT_SECONDS, Gate, LocalMachine, RemoteMachine
 from flatout.parallel.launching.messages import (
     AllEnded,
     Clock,
@@ -80,10 +80,6 @@ class Verdict:
     event: RankFailed | RanksHang | MachineLost | MachineBack | None = None
     """What is told; None: nothing has to be said."""
 
-    @property
-    def may_go_on(self) -> bool:
-        return self.event is not None
-
 
 class Leader:
     """One job."""
@@ -102,7 +98,7 @@ class Leader:
         self._request, self._facts, self._local, self._gate, self._signals = request, facts, local, gate, signals
         self._tell_here = tell
         self._host = gate.address if gate is not None else addresses.LOOPBACK
-        self._run = new_run_name()
+        self._run = secrets.token_hex(8)
         self._asked = what_all_ask(request)
         self._others: list[RemoteMachine] = []
         self._store: Store | None = None
@@ -119,7 +115,7 @@ class Leader:
             self._gather(self._request.join_seconds)
             while self._signal is None:
                 verdict = self._attempted()
-                if self._signal is not None or not verdict.may_go_on or not self._goes_on(verdict):
+                if self._signal is not None or verdict.event is None or not self._goes_on(verdict):
                     return self._finished(verdict.status)
                 self._end_all()
                 self._close_store()
@@ -200,7 +196,7 @@ class Leader:
     def _check_alike(self) -> None:
         found = first_difference(self._machines())
         if found is not None:
-            raise _error_of(found)
+            raise found
 
     def _gather_again(self) -> None:
         """After a failure: without those that are lost, with those that have come; wait for what is missing."""
@@ -217,7 +213,7 @@ class Leader:
         while True:
             for machine, message in self._turn(watched.patience_seconds):
                 if isinstance(message, Refuse):
-                    raise MachineError(message.what, limit=message.limit, remedy=message.remedy)
+                    raise message.error()
                 watched.note(machine, message)
             if self._store is not None and watched.anything_failed:
                 self._store.check()
@@ -251,7 +247,6 @@ class Leader:
             self._tell(MachinesReady(machines=hosts, ranks=count * here, restarts=self._attempt))
         place = Place(
             attempt=self._attempt,
-            failures=self._failures,
             machine=0,
             machines=count,
             first_rank=0,
@@ -390,7 +385,7 @@ class Leader:
 
     def _refuse_all(self, error: FlatoutError) -> None:
         for machine in [*self._others, *self._new_here]:
-            machine.send(_refusal(error))
+            machine.send(Refuse.of(error))
         self._send_rest()
 
     def _send_rest(self) -> None:
@@ -430,7 +425,7 @@ class Leader:
         return found
 
     def _descriptors(self) -> Iterator[int]:
-        yield from self._local.descriptors()
+        yield from self._local.ranks.descriptors()
         yield from self._signals.descriptors()
         if self._gate is not None:
             yield from self._gate.descriptors()
@@ -474,7 +469,7 @@ class Leader:
             if self._attempt or self._store is not None:  # the first time, all are compared once all are there
                 found = first_difference([(0, self._facts), (machine.node_rank or 1, machine.facts)])
                 if found is not None:
-                    _refuse(machine, _error_of(found))
+                    _refuse(machine, found)
                     continue
             self._new_here = [one for one in self._new_here if not _same(one, machine)]
             for old in self._others:
@@ -515,17 +510,8 @@ def what_all_ask(request: Launch) -> str:
     return f"{machines} with {request.max_restarts} restarts"
 
 
-def _error_of(found: Difference) -> FlatoutError:
-    kind = UsageError if found.is_usage else MachineError
-    return kind(found.what, limit=found.limit, remedy=found.remedy)
-
-
-def _refusal(error: FlatoutError) -> Refuse:
-    return Refuse(what=error.what, limit=error.limit, remedy=error.remedy, is_usage=isinstance(error, UsageError))
-
-
 def _refuse(machine: RemoteMachine, error: FlatoutError) -> None:
-    machine.send(_refusal(error))
+    machine.send(Refuse.of(error))
     machine.connection.close()
 
 

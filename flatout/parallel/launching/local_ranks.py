@@ -314,7 +314,7 @@ class LocalRanks:
         self._dump_at = time.monotonic()
         for one, beat in self._beating():
             if one.stderr is not None:
-                one.stderr.forget()
+                one.stderr.tail = b""
             with contextlib.suppress(OSError):
                 if beat.dumps and os.getpgid(beat.pid) == one.group:
                     os.kill(beat.pid, signal.SIGUSR1)
@@ -328,7 +328,7 @@ class LocalRanks:
         for one, beat in self._beating():
             stack = dumped_stack(one.stderr.tail) if one.stderr is not None else None
             if stack is not None and one.stderr is not None and now - one.stderr.heard_at > DUMPED_SECONDS:
-                found.append(Stands(rank=one.number, where=stack.where, in_users_code=stack.in_users_code))
+                found.append(Stands(rank=one.number, where=stack[0], in_users_code=stack[1]))
             elif beat.dumps and now - self._dump_at < DUMP_SECONDS:
                 return None
         self._dump_at = None

@@ -1,8 +1,9 @@
 """A machine of a job as machine 0 sees it: this one, or another at the end of a connection. Both take the same
-messages, and answer with the same."""
+messages, and answer with the same. Others come in through a gate, where they say who they are."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,7 @@ from flatout.parallel.launching.messages import (
     End,
     Ended,
     Forward,
+    Hello,
     Message,
     Place,
     Present,
@@ -33,6 +35,10 @@ BEAT_SECONDS = 1.0
 """Between two messages that say how far the ranks are."""
 LOST_SECONDS = 20.0
 """A machine that says nothing for so long is lost."""
+HELLO_SECONDS = 10.0
+"""That a connection has to say who it is."""
+MOST_WAITING = 256
+"""Connections that have not said so yet."""
 
 
 class LocalMachine:
@@ -70,7 +76,7 @@ class LocalMachine:
         try:
             self.ranks.start(place, variables)
         except MachineError as error:  # for the others to know; machine 0 answers with it
-            self._answers.append(Refuse(what=error.what, limit=error.limit, remedy=error.remedy, is_usage=False))
+            self._answers.append(Refuse.of(error))
         self._attempt, self._all_ended, self._beats_at = place.attempt, False, 0.0
 
     def poll(self) -> list[Message]:
@@ -97,9 +103,6 @@ class LocalMachine:
     def reader_gone(self) -> bool:
         """Does nobody read the output any more?"""
         return self._output.reader_gone
-
-    def descriptors(self) -> Iterator[int]:
-        return self.ranks.descriptors()
 
 
 class RemoteMachine:
@@ -148,3 +151,51 @@ class RemoteMachine:
         if not messages and self.silent_seconds > LOST_SECONDS:
             self.lost = f"nothing heard for {self.silent_seconds:.0f} s"
         return messages
+
+
+class Gate:
+    """Machine 0 listens on one address, and lets in machines that say who they are; others are turned away."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._waiting: list[tuple[Connection, float]] = []
+        self.address = str(listener.getsockname()[0])
+
+    def descriptors(self) -> Iterator[int]:
+        yield self._listener.fileno()
+        yield from (connection.socket.fileno() for connection, _ in self._waiting)
+
+    def arrivals(self) -> list[tuple[RemoteMachine, str]]:
+        """Machines that have come since the last call, each with what it was asked for."""
+        now = time.monotonic()
+        self._accept(now)
+        found, still = [], []
+        for connection, since in self._waiting:
+            try:
+                said = connection.receive(at_most=1)
+            except Disconnected:
+                connection.close()
+                continue
+            if said and isinstance(said[0], Hello):
+                hello = said[0]
+                machine = RemoteMachine(connection, hello.facts, identity=hello.identity, node_rank=hello.node_rank)
+                found.append((machine, hello.asked))
+            elif said or now - since > HELLO_SECONDS:
+                connection.close()
+            else:
+                still.append((connection, since))
+        self._waiting = still
+        return found
+
+    def _accept(self, now: float) -> None:
+        try:
+            while len(self._waiting) < MOST_WAITING:
+                self._waiting.append((Connection(self._listener.accept()[0]), now))
+        except OSError:  # nobody is there, or has gone again
+            pass
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection, _ in self._waiting:
+            connection.close()

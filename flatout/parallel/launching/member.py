@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 
-from flatout.errors import FlatoutError, MachineError, UsageError
+from flatout.errors import FlatoutError, MachineError
 from flatout.parallel.launch_request import Launch
 from flatout.parallel.launching.events import Event, Killing, LeaderLost
 from flatout.parallel.launching.facts import Facts
@@ -44,29 +44,21 @@ class Member:
 
     def _met(self, connection: Connection) -> RemoteMachine:
         leader = RemoteMachine(connection, self._facts, identity="", node_rank=0)
-        leader.send(
-            Hello(
-                facts=self._facts,
-                identity=self._identity,
-                node_rank=self._request.node_rank,
-                asked=what_all_ask(self._request),
-            )
-        )
+        asked, number = what_all_ask(self._request), self._request.node_rank
+        leader.send(Hello(facts=self._facts, identity=self._identity, node_rank=number, asked=asked))
         return leader
 
     def run(self) -> int:
         """Returns the exit status of the job. Raises FlatoutError where it cannot be done, or machine 0 is gone."""
         while True:
             quick = self._local.ranks.are_quick_to_see
-            descriptors = [*self._local.descriptors(), *self._signals.descriptors()]
+            descriptors = [*self._local.ranks.descriptors(), *self._signals.descriptors()]
             if self._leader.lost is None:
                 descriptors.append(self._leader.connection.socket.fileno())
             wait(descriptors, TICK_SECONDS if quick else QUICK_TICK_SECONDS)
             for said in self._leader.poll():
                 if isinstance(said, Refuse):
-                    raise (UsageError if said.is_usage else MachineError)(
-                        said.what, limit=said.limit, remedy=said.remedy
-                    )
+                    raise said.error()
                 if isinstance(said, Finish):
                     return said.status
                 self._local.send(said)
@@ -75,11 +67,11 @@ class Member:
             for caught in self._signals.taken():
                 self._pass_on(caught)
             if self._local.reader_gone and self._signal is None:
-                self._end_here(at_once=False)
+                self._end_here()
                 return READER_GONE
             if self._leader.lost is not None:
                 if self._signal is not None:
-                    self._end_here(at_once=False)
+                    self._end_here()
                     return 128 + self._signal
                 if not self._leader.has_spoken:
                     raise _not_a_leader(self._request)
@@ -99,7 +91,7 @@ class Member:
         self._leader.connection.close()
         address = self._request.address or ""
         self._tell(LeaderLost(address=address, reason=reason, wait_seconds=self._request.join_seconds))
-        self._end_here(at_once=False)
+        self._end_here()
         if self._signal is None:
             found = connected(self._request, self._signals, anew=True)
             if found is None:
@@ -107,8 +99,8 @@ class Member:
             else:
                 self._leader = self._met(found)
 
-    def _end_here(self, *, at_once: bool) -> None:
-        self._local.send(End(at_once=at_once))
+    def _end_here(self) -> None:
+        self._local.send(End())
         while not self._local.ranks.all_gone:
             time.sleep(QUICK_TICK_SECONDS)
             self._local.poll()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.decoding import decode
+from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.parallel.launching import events
 from flatout.parallel.launching.facts import Facts
 from flatout.parallel.launching.failure import RankEnd
@@ -50,8 +51,6 @@ class Place:
 
     attempt: int
     """How often ranks were started before."""
-    failures: int
-    """How often because one had failed."""
     machine: int
     machines: int
     first_rank: int
@@ -160,6 +159,14 @@ class Refuse:
     remedy: str
     is_usage: bool
 
+    @classmethod
+    def of(cls, error: FlatoutError) -> Refuse:
+        return cls(what=error.what, limit=error.limit, remedy=error.remedy, is_usage=isinstance(error, UsageError))
+
+    def error(self) -> FlatoutError:
+        kind = UsageError if self.is_usage else MachineError
+        return kind(self.what, limit=self.limit, remedy=self.remedy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
@@ -191,13 +198,8 @@ class Disconnected(Exception):
     """The peer has gone, or speaks another language; says which."""
 
 
-def encode(message: Message) -> bytes:
-    """One line."""
-    return json.dumps({type(message).__name__: dataclasses.asdict(message)}).encode() + b"\n"
-
-
 def decoded(line: bytes) -> Message:
-    """Raises ValueError or TypeError for anything but a line of `encode`."""
+    """Raises ValueError or TypeError for anything but a line that `Connection.send` makes."""
     data = json.loads(line)
     if not isinstance(data, dict) or len(data) != 1:
         raise TypeError("not an object with one field")
@@ -227,7 +229,7 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Raises Disconnected where the peer has gone, or has read nothing for long."""
-        self._unsent += encode(message)
+        self._unsent += json.dumps({type(message).__name__: dataclasses.asdict(message)}).encode() + b"\n"
         self.flush()
         if len(self._unsent) > LONGEST_BYTES:
             raise Disconnected("it reads nothing")

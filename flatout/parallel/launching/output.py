@@ -113,7 +113,8 @@ class Stream:
         self._bar = b""
         self._bar_at = 0.0
         self._draws = False
-        self._tail = b""
+        self.tail = b""
+        """The end of what came."""
         self.traceback_at: float | None = None
         """When the last traceback began, by the monotonic clock."""
         self.heard_at = time.monotonic()
@@ -121,15 +122,6 @@ class Stream:
         """Is it passing something on, however slowly that is read?"""
         self.thread = threading.Thread(target=self._read, daemon=True, name=f"flatout-output-{descriptor}")
         self.thread.start()
-
-    @property
-    def tail(self) -> bytes:
-        """The end of what came."""
-        return self._tail
-
-    def forget(self) -> None:
-        """Begin the tail anew."""
-        self._tail = b""
 
     def _read(self) -> None:
         try:
@@ -146,9 +138,9 @@ class Stream:
                 os.close(self._descriptor)  # after its reader, the rank's own writes fail as they would without us
 
     def _note(self, data: bytes) -> None:
-        if HEADER in self._tail[-len(HEADER) :] + data:
+        if HEADER in self.tail[-len(HEADER) :] + data:
             self.traceback_at = self.heard_at
-        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
 
     def _pass_on(self, data: bytes) -> None:
         if not self._prefix:
@@ -190,7 +182,6 @@ class Stream:
 
     def _show_bar(self) -> None:
         line = b"".join(self._pieces)
-        self._pieces = [line]
         text = line.rstrip(b"\r")
         place = text.rfind(b"\r")
         self._pieces, self._size = [line[place:] if place >= 0 else line], len(line) - max(place, 0)

@@ -3,7 +3,7 @@
 The slowest stage sets the pace. The first one also computes what comes before the blocks, the last one what comes after
 them, so these often get fewer. Of splits that are about as fast, the one whose largest stage needs the least memory.
 
->>> split_evenly([1.0] * 6, [1] * 6, before=(0.0, 0), after=(2.0, 0), stages=2)
+>>> split_evenly([1.0] * 6, [1] * 6, before=0.0, after=2.0, stages=2)
 [0, 4, 6]
 """
 
@@ -20,13 +20,14 @@ def split_evenly(
     seconds: Sequence[float],
     sizes: Sequence[int],
     *,
-    before: tuple[float, int],
-    after: tuple[float, int],
+    before: float,
+    after: float,
     stages: int,
 ) -> list[int]:
     """Where each stage begins, and the number of blocks: [0, ..., len(seconds)].
 
-    seconds and sizes (bytes): of each block; before and after: of what the first and the last stage compute besides.
+    seconds and sizes (bytes): of each block; before and after: seconds of what the first and the last stage compute
+    besides.
     Raises UsageError for more stages than blocks.
     """
     blocks = len(seconds)
@@ -38,10 +39,10 @@ def split_evenly(
         )
 
     def time(first: int, last: int) -> float:
-        return sum(seconds[first:last]) + before[0] * (first == 0) + after[0] * (last == blocks)
+        return sum(seconds[first:last]) + before * (first == 0) + after * (last == blocks)
 
     def size(first: int, last: int) -> float:
-        return sum(sizes[first:last]) + before[1] * (first == 0) + after[1] * (last == blocks)
+        return sum(sizes[first:last])
 
     fastest, _ = _least_largest(time, blocks, stages, lambda first, last: True)
     limit = ABOUT_AS_FAST * fastest

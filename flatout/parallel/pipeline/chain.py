@@ -65,8 +65,6 @@ class Seen:
     """Of each block."""
     before_seconds: float
     after_seconds: float
-    several: bool
-    """Does a block return a tuple, of which the first is passed on?"""
 
 
 class Chain:
@@ -75,6 +73,7 @@ class Chain:
     def __init__(self, model: nn.Module) -> None:
         self.blocks = repeated_blocks(model)
         self.several = False
+        """Does a block return a tuple, of which the first is passed on?"""
         if len(self.blocks) < 2:
             raise UsageError(
                 f"parallel is 'pipeline', and {type(model).__name__} has no repeated blocks",
@@ -150,7 +149,6 @@ class Chain:
             seconds=seconds,
             before_seconds=max(0.0, whole - sum(seconds) - after),
             after_seconds=after,
-            several=self.several,
         )
 
     def stage(self, forward: Callable[[], Tensor], first: int, last: int, received: Tensor | None) -> Tensor:
@@ -160,7 +158,7 @@ class Chain:
             if i < first:
                 return StandIn(self._passed)
             if i == first and received is not None:
-                return StandIn(lambda *args, **kwargs: _call(self.blocks[i], with_hidden((args, kwargs), received)))
+                return StandIn(lambda *args, **kwargs: _called(self.blocks[i], (args, kwargs), received))
             if i == last:
                 return StandIn(_end)
             return None
@@ -187,7 +185,7 @@ class Chain:
                 if i == 0:  # what comes before the blocks is the first stage's
                     hidden = send(hidden, 0)
                 if owner[i] == rank:
-                    output: Any = _call(self.blocks[i], with_hidden((args, kwargs), hidden))
+                    output: Any = _called(self.blocks[i], (args, kwargs), hidden)
                 else:
                     output = self._passed(hidden)
                 if i + 1 == begins[owner[i] + 1]:
@@ -214,10 +212,6 @@ class Chain:
         )
 
 
-def _call(block: nn.Module, arguments: Arguments) -> object:
-    return block(*arguments[0], **arguments[1])
-
-
 def _end(*args: object, **kwargs: object) -> object:
     hidden = hidden_of((args, kwargs))
     assert hidden is not None, "each block has been called with one"
@@ -232,13 +226,13 @@ def hidden_of(arguments: Arguments) -> Tensor | None:
     return None
 
 
-def with_hidden(arguments: Arguments, hidden: Tensor) -> Arguments:
-    """The same arguments with another of that."""
+def _called(block: nn.Module, arguments: Arguments, hidden: Tensor) -> object:
+    """With another one in the place of that."""
     args, kwargs = arguments
     if args:
-        return (hidden, *args[1:]), kwargs
+        return block(hidden, *args[1:], **kwargs)
     name = next(name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
-    return args, {**kwargs, name: hidden}
+    return block(**{**kwargs, name: hidden})
 
 
 def _wait(tensor: Tensor) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flatout.errors import UsageError
-from flatout.parallel.averaging import packets
+from flatout.parallel.averaging import sum_over_ranks
+from flatout.parallel.collected_state import collected, sent
 from flatout.parallel.tensor.parts import Across
 from flatout.parallel.whole_tensors import ELSEWHERE
 from flatout.parameters import parameters_of
@@ -85,17 +86,12 @@ class Ownership:
             for one in parameters:
                 if one.grad is None:
                     one.grad = torch.zeros_like(one)
-            for packet in packets([one.grad for one in parameters if one.grad is not None]):
-                flat = torch.cat([one.reshape(-1) for one in packet])
-                distributed.all_reduce(flat, group=users_here.group)
-                for one, part in zip(packet, flat.split([one.numel() for one in packet]), strict=True):
-                    one.copy_(part.view(one.shape))
+            sum_over_ranks([one.grad for one in parameters if one.grad is not None], users_here.group)
         return first
 
     def _look(self, model: nn.Module) -> None:
         """A collective: who has gradients of what is around the blocks."""
-        every: list[list[bool]] = [[]] * self._across.count
-        distributed.all_gather_object(every, [_given(place) for place in self._around], group=self._across.group)
+        every = self._across.of_all([_given(place) for place in self._around])
         self._users = [
             frozenset(rank for rank, flags in enumerate(every) if flags[i]) for i in range(len(self._around))
         ]
@@ -165,7 +161,7 @@ def _collected_state(module: nn.Module, state: dict[str, Any], prefix: str, meta
     for name, rank in owners.items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # these are asked for with keep_vars
-            state[prefix + name] = sent(value, rank, across)
+            state[prefix + name] = sent(value, rank, across.group)
 
 
 def _state_of_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -174,17 +170,6 @@ def _state_of_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: obj
         parameter = module._parameters.get(name)
         if prefix + name in state and getattr(parameter, ELSEWHERE, False):
             state[prefix + name] = parameter
-
-
-def sent(value: Tensor, rank: int, across: Across) -> Tensor:
-    """`value` of a rank, on all of them, where it has the same shape and dtype: a collective."""
-    buffer = (
-        value.detach().contiguous()
-        if rank == across.rank
-        else torch.empty_like(value, memory_format=torch.contiguous_format, requires_grad=False)
-    )
-    distributed.broadcast(buffer, distributed.get_global_rank(across.group, rank), group=across.group)
-    return buffer
 
 
 class OwnState:
@@ -204,36 +189,5 @@ class OwnState:
 
     def _collect(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
         """Of each parameter, from the first rank that trains it; a collective."""
-        mine: dict[int, Any] = state["state"]
-        own = {number: {key: _form(value) for key, value in entry.items()} for number, entry in mine.items()}
-        forms: list[Any] = [None] * self._across.count  # filled by torch
-        distributed.all_gather_object(forms, own, group=self._across.group)
-        entries = {}
-        for number in (number for group in state["param_groups"] for number in group["params"]):
-            rank = next((rank for rank, found in enumerate(forms) if number in found), None)
-            if rank is not None:
-                entries[number] = {
-                    key: self._received(rank, mine.get(number, {}).get(key), form)
-                    for key, form in forms[rank][number].items()
-                }
-        return {**state, "state": entries}
-
-    def _received(self, rank: int, own: object, form: Any) -> object:  # form: as _form makes it
-        if not isinstance(form, _Form):
-            return form
-        value = own if rank == self._across.rank and isinstance(own, Tensor) else form.empty()
-        return sent(value, rank, self._across)
-
-
-class _Form:
-    """A tensor without its values."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._shape, self._dtype, self._device = tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-    def empty(self) -> Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-
-
-def _form(value: object) -> object:
-    return _Form(value) if isinstance(value, Tensor) else value
+        own = [not getattr(parameter, ELSEWHERE, False) for parameter in parameters_of(self._optimizer)]
+        return collected(state, own, self._across.group)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from flatout.buffers import buffers_of, found_buffers
 from flatout.data.nested import map_tensors, tensors_in
 from flatout.errors import PlanError, UsageError
 from flatout.parallel.averaging import same_on_all_ranks
+from flatout.parallel.collected_state import sent
 from flatout.parallel.pipeline.balance import split_evenly
-from flatout.parallel.pipeline.buffers import Buffers
 from flatout.parallel.pipeline.chain import Chain
-from flatout.parallel.pipeline.ownership import Ownership, OwnState, sent
+from flatout.parallel.pipeline.ownership import Ownership, OwnState
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across
 from flatout.parallel.tensor.random import OwnStream, same_random_states
@@ -90,7 +91,7 @@ class Stages:
         self.across = across
         self.chain = Chain(model)
         blocks = len(self.chain.blocks)
-        split_evenly([1.0] * blocks, [1] * blocks, before=(0.0, 0), after=(0.0, 0), stages=across.count)  # refuses
+        split_evenly([1.0] * blocks, [1] * blocks, before=0.0, after=0.0, stages=across.count)  # refuses
         self.begins: list[int] = []
         """The first block of each stage, and the number of blocks; empty before the first step."""
         self.in_step = False
@@ -98,27 +99,26 @@ class Stages:
     def place(self, model: nn.Module, forward: Callable[[], object]) -> Ownership:
         """Measure `forward`, and give each rank its blocks. A collective."""
         blocks = self.chain.blocks
-        buffers = Buffers(model)
+        buffers = found_buffers(buffers_of(model))
         try:
             every = [self.chain.observe(forward) for _ in range(1 + TIMES)][1:]
         finally:
-            changed = buffers.put_back({module for block in blocks for module in block.modules()})
-        if changed:
+            changed = [one for one in buffers if one.put_back()]
+        inside = {id(module) for block in blocks for module in block.modules()}
+        if outside := [one for one in changed if id(one.layer) not in inside]:
+            path = next(path for path, module in model.named_modules() if module is outside[0].layer)
+            name = f"{path}.{outside[0].name}".lstrip(".")
             raise UsageError(
-                f"a forward pass changes {changed[0]}, which is outside of the repeated blocks, and parallel is "
-                "'pipeline'",
+                f"a forward pass changes {name}, which is outside of the repeated blocks, and parallel is 'pipeline'",
                 limit="what is around the blocks is computed by some of the ranks, and each would have other values",
                 remedy="move it into the blocks, or use parallel = 'ddp'",
             )
-        found: list[Any] = [None]
         if self.across.rank == 0:
             seconds = [min(one.seconds[i] for one in every) for i in range(len(blocks))]
             sizes = [sum(one.nbytes for one in block.parameters()) for block in blocks]
             before, after = min(one.before_seconds for one in every), min(one.after_seconds for one in every)
-            stages = self.across.count
-            found = [split_evenly(seconds, sizes, before=(before, 0), after=(after, 0), stages=stages)]
-        distributed.broadcast_object_list(found, distributed.get_global_rank(self.across.group, 0), self.across.group)
-        self.begins = found[0]
+            self.begins = split_evenly(seconds, sizes, before=before, after=after, stages=self.across.count)
+        self.begins = self.across.of_rank(0, self.begins)
         model.__dict__["forward"] = MethodType(_relayed, model)
         return Ownership(model, blocks, self.begins, self.across)
 
@@ -132,10 +132,8 @@ def _relayed(model: nn.Module, *args: object, **kwargs: object) -> object:
     across = stages.across
 
     def send(value: Tensor, rank: int) -> Tensor:
-        form: list[Any] = [(value.shape, value.dtype)]
-        distributed.broadcast_object_list(form, distributed.get_global_rank(across.group, rank), across.group)
-        shape, dtype = form[0]
-        return sent(value if rank == across.rank else value.new_empty(shape, dtype=dtype), rank, across)
+        shape, dtype = across.of_rank(rank, (value.shape, value.dtype))
+        return sent(value if rank == across.rank else value.new_empty(shape, dtype=dtype), rank, across.group)
 
     with torch.no_grad():  # gradients do not cross ranks here
         output = stages.chain.relayed(lambda: plain(model, *args, **kwargs), stages.begins, across.rank, send)
@@ -164,7 +162,6 @@ class Pipeline:
         self._same_batch = SameBatch(self._across, "pipeline")
         self._own_state: OwnState | None = None
         self._schedules: dict[object, Schedule1F1B] = {}
-        self._shapes: dict[object, tuple[tuple[int, ...], torch.dtype]] = {}
         self._share: Callable[[int], Tensor] | None = None
         self._figures: list[str] | None = None
         """The names of what loss_fn returns besides the loss; None before the first step."""
@@ -232,9 +229,7 @@ class Pipeline:
         source = distributed.get_global_rank(self._across.group, last)
         first = self._figures is None
         if self._figures is None:
-            names: list[Any] = [list(figures)]
-            distributed.broadcast_object_list(names, source, self._across.group)
-            self._figures = names[0]
+            self._figures = self._across.of_rank(last, list(figures))
         values = torch.zeros(1 + len(self._figures), dtype=torch.float64, device=self._device)
         if self._across.rank == last:
             assert loss is not None, "the last stage has computed it"
@@ -292,18 +287,19 @@ class Pipeline:
 
     def _hidden(self, forward: Callable[[], Any]) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what stages pass on: the first one tries it. A collective."""
-        found: list[Any] = [None]
+        found: tuple[tuple[int, ...], torch.dtype] | None = None
         if self._across.rank == 0:
-            buffers = Buffers(self._model)
+            buffers = found_buffers(buffers_of(self._model))
             try:
                 with torch.random.fork_rng(devices=self._cuda()), torch.no_grad():
                     hidden = self._stages.chain.stage(forward, 0, self._stages.begins[1], None)
             finally:
-                buffers.put_back()
-            found = [(tuple(hidden.shape), hidden.dtype)]
-        distributed.broadcast_object_list(found, distributed.get_global_rank(self._across.group, 0), self._across.group)
-        shape, dtype = found[0]
-        return shape, dtype
+                for one in buffers:
+                    one.put_back()
+            found = tuple(hidden.shape), hidden.dtype
+        known = self._across.of_rank(0, found)
+        assert known is not None, "the first rank has tried it"
+        return known
 
     def _run_part(self, hidden: Tensor, number: int) -> Tensor:
         share, begins, rank = self._share, self._stages.begins, self._across.rank

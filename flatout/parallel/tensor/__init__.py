@@ -1,8 +1,7 @@
 """Tensor parallel: every layer's work is shared by all ranks, which train on the same batch.
 
     rules         which matrices of which modules are cut, and along which dimension
-    parts         one rank's part of a tensor, and the whole from the parts
-    exchange      sums and gathers of activations, and their gradients
+    parts         one rank's part of a tensor, the whole from the parts; sums and gathers of activations, and gradients
     scores        scores of all tokens that no rank has as a whole, and their cross-entropy
     layers        the layers that compute with a part of their weights
     random        random numbers: the same on all ranks, but for what each rank computes alone

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatout.parallel.tensor.exchange import entered, summed
-from flatout.parallel.tensor.parts import Cut, cut_of
+from flatout.parallel.tensor.parts import Cut, cut_of, entered, summed
 from flatout.parallel.tensor.random import OwnStream
 from flatout.parallel.tensor.scores import split_scores
 from flatout.parallel.whole_tensors import CUT, CUTS
@@ -32,27 +31,21 @@ Layer = Any
 
 def columns_forward(self: Layer, x: Tensor) -> Tensor:
     """[..., in] on all ranks -> this rank's outputs."""
-    return F.linear(x, self.weight, self.bias)
-
-
-def transposed_columns_forward(self: Layer, x: Tensor) -> Tensor:
-    return F.linear(x, self.weight.t(), self.bias)
+    return _product(self, x, self.bias)
 
 
 def rows_forward(self: Layer, x: Tensor) -> Tensor:
     """This rank's inputs -> [..., out] on all ranks. The bias is added once, to the sum."""
-    return _after_own_stream(self, F.linear(x, self.weight))
-
-
-def transposed_rows_forward(self: Layer, x: Tensor) -> Tensor:
-    return _after_own_stream(self, F.linear(x, self.weight.t()))
-
-
-def _after_own_stream(self: Layer, term: Tensor) -> Tensor:
+    term = _product(self, x, None)
     if OWN_STREAM in self.__dict__:
         self.__dict__[OWN_STREAM].end()
     total = summed(term, self.__dict__[CUTS]["weight"].across)
     return total if self.bias is None else total + self.bias
+
+
+def _product(self: Layer, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A Conv1D holds the transpose of what a Linear does."""
+    return F.linear(x, self.weight if isinstance(self, nn.Linear) else self.weight.t(), bias)
 
 
 def scores_forward(self: Layer, x: Tensor) -> Tensor:
@@ -139,13 +132,3 @@ class Entrance:
         for part in self.dropout.split("."):
             found = getattr(found, part)
         return bool(found)
-
-
-class Exit:
-    """A hook after it, also where it failed: the common stream of random numbers goes on."""
-
-    def __init__(self, own_stream: OwnStream) -> None:
-        self._own_stream = own_stream
-
-    def __call__(self, *_: object) -> None:
-        self._own_stream.end()

@@ -1,26 +1,37 @@
-"""One rank's part of a tensor that is cut over ranks, and the whole of it from the parts.
+"""One rank's part of a tensor that is cut over ranks, the whole of it from the parts, and what ranks exchange of
+activations while each computes a part of a layer, with the gradients of that.
 
 A matrix of queries, keys and values is three in one: each rank needs a part of each of them.
 
     [q0 q1 | k0 k1 | v0 v1]   cut in 2, of 3 in one   ->   rank 0: [q0 k0 v0], rank 1: [q1 k1 v1]
+
+A pair of layers is computed without exchange in between: the first gives each rank some of the columns, the second
+takes these and gives each rank a term of the result.
+
+    entered     forward: as it is      backward: sum over ranks    before the first layer
+    summed      forward: sum           backward: as it is          after the second
+    gathered    forward: side by side  backward: own columns       after a last layer, whose columns are needed whole
+
+Sums are the same bits on all ranks, so what is computed from them is too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.nn import functional as F
 
 from flatout.parallel.whole_tensors import CUT
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-_all_gather: Callable[..., object] = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+T = TypeVar("T")
+all_gather: Callable[..., object] = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
 """Renamed in torch 2.13."""
 
 
@@ -33,10 +44,22 @@ class Across:
     def __deepcopy__(self, memo: object) -> Across:
         return self
 
+    def of_all(self, value: T) -> list[T]:
+        """The value of every rank, in their order; a collective."""
+        every = [value] * self.count
+        distributed.all_gather_object(every, value, group=self.group)
+        return every
+
+    def of_rank(self, rank: int, value: T) -> T:
+        """The value of one of them, on all; a collective."""
+        found = [value]
+        distributed.broadcast_object_list(found, distributed.get_global_rank(self.group, rank), self.group)
+        return found[0]
+
     def gathered(self, part: Tensor) -> Tensor:
         """[...] of equal shape on all ranks -> [ranks, ...]; a collective."""
         out = torch.empty(self.count * part.numel(), dtype=part.dtype, device=part.device)
-        _all_gather(out, part.reshape(-1), group=self.group)
+        all_gather(out, part.reshape(-1), group=self.group)
         return out.view(self.count, *part.shape)
 
 
@@ -85,7 +108,7 @@ class Cut:
         several = part.detach().unflatten(self.dim, (self.fused, -1))
         missing = self.chunk - several.shape[self.dim + 1]
         if missing:
-            several = torch.cat((several, several.new_zeros(_with(several.shape, self.dim + 1, missing))), self.dim + 1)
+            several = F.pad(several, (*(0, 0) * (several.dim() - self.dim - 2), 0, missing))
         every = self.across.gathered(several)  # [ranks, ..., fused, chunk, ...]
         joined = torch.cat(tuple(every), self.dim + 1)
         size = self.shape[self.dim] // self.fused
@@ -93,11 +116,69 @@ class Cut:
         return whole
 
 
-def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
 def cut_of(parameter: object) -> Cut | None:
     """How a parameter is cut; None if it is whole."""
     cut: Cut | None = getattr(parameter, CUT, None)
     return cut
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, across: Across) -> Tensor:  # ctx: as torch has it, here and below
+        ctx.across = across
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.across), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, across: Across) -> Tensor:
+        return _sum(x, across)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+        ctx.bounds = cut.bounds
+        size = cut.shape[cut.dim]
+        whole = x.new_empty((*x.shape[:-1], size))  # a view could not be changed in place afterwards
+        for rank, part in enumerate(cut.across.gathered(F.pad(x, (0, cut.chunk - x.shape[-1])))):
+            first, last = rank * cut.chunk, min(size, (rank + 1) * cut.chunk)
+            whole[..., first:last] = part[..., : max(0, last - first)]
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        first, last = ctx.bounds
+        return gradient[..., first:last], None
+
+
+def _sum(x: Tensor, across: Across) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(total, group=across.group)
+    return total
+
+
+def entered(x: Tensor, across: Across) -> Tensor:
+    """The same values on all ranks, about to be used by each for its part."""
+    out: Tensor = _Entered.apply(x, across)  # type: ignore[no-untyped-call]  # as torch has it, here and below
+    return out
+
+
+def summed(x: Tensor, across: Across) -> Tensor:
+    """The sum of the ranks' terms."""
+    out: Tensor = _Summed.apply(x, across)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gathered(x: Tensor, cut: Cut) -> Tensor:
+    """Columns of all ranks, from this rank's; `cut`: of the weight that made them."""
+    out: Tensor = _Gathered.apply(x, cut)  # type: ignore[no-untyped-call]
+    return out

@@ -37,8 +37,8 @@ class OwnStream:
         self._common = generator, generator.get_state()
         generator.manual_seed((seed + self._across.rank) % _SEEDS)
 
-    def end(self) -> None:
-        """The common stream goes on where it was."""
+    def end(self, *_: object) -> None:
+        """The common stream goes on where it was. Also a hook after a module, called where that has failed too."""
         if self._common is not None:
             generator, state = self._common
             self._common = None

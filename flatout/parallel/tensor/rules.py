@@ -11,7 +11,7 @@ output that all have. So a model of any other class that consists of such module
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,26 +43,22 @@ class Rule:
     """(attribute, value, what that means): modules that are not computed in this way."""
 
 
+_ATTENTION = Rule(
+    columns={"qkv": 3},
+    rows=("out",),
+    inputs={"": ("x",)},
+    head_width=lambda attention: attention.out.in_features // attention.heads,
+    divided=(("", "heads"),),
+    dropout=("", "dropout"),
+)
 _FEED_FORWARD = Rule(columns={"up": 1}, rows=("down",), inputs={"": ("x",)})
 _BERT = "transformers.models.bert.modeling_bert."
 _GPT2 = "transformers.models.gpt2.modeling_gpt2."
 
 RULES: dict[str, Rule] = {
-    "flatout.models.attention.SelfAttention": Rule(
-        columns={"qkv": 3},
-        rows=("out",),
-        inputs={"": ("x",)},
-        head_width=lambda attention: attention.out.in_features // attention.heads,
-        divided=(("", "heads"),),
-        dropout=("", "dropout"),
-    ),
-    "flatout.models.attention.CrossAttention": Rule(
-        columns={"q": 1, "kv": 2},
-        rows=("out",),
-        inputs={"": ("x", "memory")},
-        head_width=lambda attention: attention.out.in_features // attention.heads,
-        divided=(("", "heads"),),
-        dropout=("", "dropout"),
+    "flatout.models.attention.SelfAttention": _ATTENTION,
+    "flatout.models.attention.CrossAttention": replace(
+        _ATTENTION, columns={"q": 1, "kv": 2}, inputs={"": ("x", "memory")}
     ),
     "flatout.models.feed_forward.FeedForward": _FEED_FORWARD,
     "flatout.models.gpt2.GPT2": Rule(embeddings=("tokens",), scores=("head",)),

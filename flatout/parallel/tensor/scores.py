@@ -16,8 +16,7 @@ from torch import Tensor, distributed
 from torch.nn import functional as F
 
 from flatout.levers.lazy_scores import ABOUT
-from flatout.parallel.tensor.exchange import gathered
-from flatout.parallel.tensor.parts import Cut
+from flatout.parallel.tensor.parts import Cut, gathered
 from flatout.torch_private.dispatch import tree_map_only, without_subclass_torch_function
 from flatout.torch_private.tensors import wrapper_without_memory
 
@@ -213,6 +212,4 @@ class _RowLoss(torch.autograd.Function):
 
 
 _T = torch.Tensor
-_MOVES = {
-    *(_T.__getitem__, _T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.float, _T.contiguous),
-}
+_MOVES = {_T.__getitem__, _T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.float, _T.contiguous}

@@ -110,17 +110,15 @@ class Splitting:
                 limit="parallel = 'tensor' gives each rank as many whole ones",
                 remedy=f"use a number of ranks that divides {outputs // unit}, or parallel = 'fsdp'",
             )
-        planned = _Planned(forward=layers.transposed_columns_forward if transposed else layers.columns_forward)
+        planned = _Planned(forward=layers.columns_forward)
         planned.cuts["weight"] = self._cut(weight, 1 if transposed else 0, fused)
         if layer.bias is not None:
             planned.cuts["bias"] = self._cut(layer.get_parameter("bias"), 0, fused)
         self._planned[layer] = planned
 
     def _plan_rows(self, name: str, layer: nn.Module) -> None:
-        transposed = self._is_transposed(name, layer)
-        cut = self._cut(layer.get_parameter("weight"), 0 if transposed else 1)
-        forward = layers.transposed_rows_forward if transposed else layers.rows_forward
-        self._planned[layer] = _Planned(forward=forward, cuts={"weight": cut})
+        cut = self._cut(layer.get_parameter("weight"), 0 if self._is_transposed(name, layer) else 1)
+        self._planned[layer] = _Planned(forward=layers.rows_forward, cuts={"weight": cut})
 
     def _is_transposed(self, name: str, layer: nn.Module) -> bool:
         kind = type(layer)
@@ -136,8 +134,10 @@ class Splitting:
 
     def _plan_embedding(self, layer: nn.Module) -> None:
         plain = isinstance(layer, nn.Embedding) and not (layer.max_norm or layer.scale_grad_by_freq or layer.sparse)
-        if plain and layer.get_parameter("weight").shape[0] >= self._across.count:
-            cut = self._cut(layer.get_parameter("weight"), 0)
+        if not plain:
+            return
+        cut = self._cut(layer.get_parameter("weight"), 0)
+        if cut.chunk * (self._across.count - 1) < cut.shape[0]:  # each rank has a row
             self._tables[layer] = _Planned(forward=layers.embedding_forward, cuts={"weight": cut})
 
     def _plan_scores(self, module: nn.Module, layer: nn.Module, rule: Rule) -> None:
@@ -210,7 +210,7 @@ def _enter(one: _Entered, across: Across) -> None:
         hook.dropout = f"{within}.{attribute}" if within else attribute
         for row in one.rule.rows:  # what comes after it in the module is the same on all ranks again
             one.root.get_submodule(row).__dict__[layers.OWN_STREAM] = stream
-        one.module.register_forward_hook(layers.Exit(stream), always_call=True)
+        one.module.register_forward_hook(stream.end, always_call=True)
     one.module.register_forward_pre_hook(hook, with_kwargs=True)
 
 

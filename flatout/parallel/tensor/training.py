@@ -40,12 +40,12 @@ def split_over_ranks(model: torch.nn.Module, optimizer: torch.optim.Optimizer, p
     if group is None:
         return Strategy()
     check_elementwise(optimizer)
-    if not is_split(model):
-        across = Across(group)
+    known = next(_cuts(model), None)
+    across = Across(group) if known is None else known.across
+    if known is None:
         splitting = Splitting(model, across)
         same_on_all_ranks(model)
         splitting.carry_out()
-    across = next(_cuts(model)).across
     _keep_parts(optimizer)
     device = next(model.parameters()).device
     same_batch = SameBatch(across)
@@ -66,20 +66,15 @@ def split_over_ranks(model: torch.nn.Module, optimizer: torch.optim.Optimizer, p
     )
 
 
-def is_split(model: torch.nn.Module) -> bool:
-    """Is it cut over ranks already?"""
-    return next(_cuts(model), None) is not None
-
-
 def _cuts(model: torch.nn.Module) -> Iterator[Cut]:
     return (cut for module in model.modules() for cut in module.__dict__.get(CUTS, {}).values())
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, *, parallel: str = "tensor") -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError for an optimizer that may not treat each weight by itself."""
     if not any(isinstance(optimizer, getattr(torch.optim, name)) for name in _ELEMENTWISE):
         raise UsageError(
-            f"the optimizer is {type(optimizer).__name__}, and parallel is {parallel!r}",
+            f"the optimizer is {type(optimizer).__name__}, and parallel is 'tensor'",
             limit=f"it updates parts of matrices: it has to treat each weight by itself, as {', '.join(_ELEMENTWISE)}",
             remedy="use one of these, or parallel = 'fsdp'",
         )
@@ -117,8 +112,7 @@ class SameBatch:
         if self._compared:
             return
         self._compared = True
-        every: list[str] = [""] * self._across.count
-        distributed.all_gather_object(every, _digest(batch), group=self._across.group)
+        every = self._across.of_all(_digest(batch))
         other = next((rank for rank, digest in enumerate(every) if digest != every[0]), None)
         if other is not None:
             raise UsageError(

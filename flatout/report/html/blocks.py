@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from markupsafe import Markup
@@ -121,7 +121,7 @@ class Verdict:
     tone: str
     """'good', 'bad' or ''."""
     detail: str
-    lines: tuple[tuple[str, str], ...] = field(default=())
+    lines: tuple[tuple[str, str], ...] = ()
     """(of what, in words)."""
     cautions: tuple[str, ...] = ()
     """What to know before trusting it."""

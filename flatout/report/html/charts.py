@@ -1,29 +1,17 @@
-"""The charts of the report. Nothing in them is said by colour alone: lines differ in dashes, points in shape or number.
+"""The charts of the report, as SVG. Nothing in them is said by colour alone: lines differ in dashes, points in shape or
+number.
 
 Each is drawn for a width in pixels, so that its text has the same size on every screen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from flatout.report.html.svg import (
-    Scale,
-    bottom_axis,
-    byte_ticks,
-    decades,
-    drawing,
-    element,
-    left_axis,
-    line,
-    polygon,
-    polyline,
-    round_ticks,
-    text,
-)
 from flatout.statistics import median, quantile
 from flatout.units import format_bytes, format_rate, format_seconds
 
@@ -32,6 +20,106 @@ LEFT, RIGHT, TOP = 64.0, 16.0, 16.0
 MOST_POINTS = 240
 """More are drawn as a band from the fastest to the slowest of neighbours, with their median."""
 INTERVAL_WIDTH, INTERVAL_HEIGHT = 260.0, 24.0
+
+
+# elements, scales and ticks
+
+
+def element(tag: str, *children: str, **attributes: float | str) -> Markup:
+    """`class_` is written as class, `stroke_width` as stroke-width; texts are escaped, Markup is not."""
+    written = "".join(f' {_name(key)}="{escape(_value(value))}"' for key, value in attributes.items())
+    inside = "".join(escape(child) for child in children)
+    return Markup(f"<{tag}{written}>{inside}</{tag}>")
+
+
+def _name(key: str) -> str:
+    return key if key == "viewBox" else key.rstrip("_").replace("_", "-")
+
+
+def _value(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def drawing(width: float, height: float, label: str, *children: str) -> Markup:
+    """An SVG image with its description for those who do not see it."""
+    box = f"0 0 {_value(width)} {_value(height)}"
+    size = {"width": width, "height": height}
+    return element("svg", *children, class_="chart", role="img", aria_label=label, viewBox=box, **size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """From values to pixels; `log`: equal ratios are equal distances."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (math.log(one) if self.log else one for one in (self.low, self.high, value))
+        share = (at - low) / (high - low) if high > low else 0.5
+        return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
+
+
+def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round values from low to high, at most about that many: steps of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def byte_ticks(high: float, most: int = 5) -> list[float]:
+    """From 0: round in powers of 1024."""
+    unit = 1024.0 ** max(0, math.floor(math.log(max(1.0, high), 1024)))
+    return [tick * unit for tick in round_ticks(0.0, high / unit, most)]
+
+
+def decades(low: float, high: float) -> list[float]:
+    return [10.0**power for power in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)]
+
+
+def text(content: str, x: float, y: float, anchor: str = "start", class_: str = "") -> Markup:
+    return element("text", content, x=x, y=y, text_anchor=anchor, **({"class_": class_} if class_ else {}))
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def polyline(points: Sequence[tuple[float, float]], class_: str) -> Markup:
+    joined = " ".join(f"{_value(x)},{_value(y)}" for x, y in points)
+    return element("polyline", points=joined, class_=class_)
+
+
+def polygon(points: Sequence[tuple[float, float]], class_: str) -> Markup:
+    joined = " ".join(f"{_value(x)},{_value(y)}" for x, y in points)
+    return element("polygon", points=joined, class_=class_)
+
+
+def left_axis(scale: Scale, ticks: Sequence[float], right: float, form: Callable[[float], str]) -> list[Markup]:
+    """Grid lines from the scale's left to `right`, each with its value before it."""
+    drawn = []
+    for tick in ticks:
+        y = scale(tick)
+        drawn += [line(LEFT, y, right, y, "grid"), text(form(tick), LEFT - 8, y + 4, "end", "tick")]
+    return drawn
+
+
+def bottom_axis(scale: Scale, ticks: Sequence[float], y: float, form: Callable[[float], str]) -> list[Markup]:
+    drawn = [line(scale.start, y, scale.end, y, "axis")]
+    for tick in ticks:
+        x = scale(tick)
+        drawn += [line(x, y, x, y + 4, "axis"), text(form(tick), x, y + 18, "middle", "tick")]
+    return drawn
+
+
+# charts
 
 
 def share_bar(share: float) -> Markup:
@@ -84,16 +172,14 @@ def step_timeline(samples: Sequence[float], width: float, label: str, unit: str)
     drawn += bottom_axis(x, _whole_ticks(x, width), height - 36, lambda tick: f"{tick:,.0f}")
     if len(samples) <= MOST_POINTS:
         for number, seconds in enumerate(samples, 1):
-            drawn.append(_dot(x(number), y(min(seconds, top)), seconds > top, format_seconds(seconds)))
+            drawn.append(_dot(x(number), y(seconds), seconds > top, format_seconds(seconds)))
     else:
         size = -(-len(samples) // MOST_POINTS)
-        groups = [(start + 1, samples[start : start + size]) for start in range(0, len(samples), size)]
-        places = [x(start + len(group) / 2) for start, group in groups]
-        upper = [(at, y(min(top, max(group)))) for at, (_, group) in zip(places, groups, strict=True)]
-        lower = [(at, y(min(top, min(group)))) for at, (_, group) in zip(places, groups, strict=True)]
-        drawn.append(polygon([*upper, *reversed(lower)], "band"))
-        middle = [(at, y(min(top, median(group)))) for at, (_, group) in zip(places, groups, strict=True)]
-        drawn.append(polyline(middle, "series first"))
+        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        groups = [(x(number * size + 1 + len(part) / 2), part) for number, part in enumerate(parts)]
+        lower = [(at, y(min(group))) for at, group in reversed(groups)]
+        drawn.append(polygon([*((at, y(max(group))) for at, group in groups), *lower], "band"))
+        drawn.append(polyline([(at, y(median(group))) for at, group in groups], "series first"))
     drawn.append(line(LEFT, y(usual), width - RIGHT, y(usual), "median"))
     drawn.append(text(f"median {format_seconds(usual)}", width - RIGHT, y(usual) - 6, "end", "label halo"))
     drawn.append(text(unit, width - RIGHT, height - 2, "end", "tick"))
@@ -145,19 +231,15 @@ def _whole_ticks(x: Scale, width: float) -> list[float]:
     return [tick for tick in ticks if tick == round(tick)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """`points`: (step, bytes)."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
+Curve = tuple[str, Sequence[tuple[float, float]]]
+"""(its name, (step, bytes) of each point)."""
 
 
 def memory_curve(curves: Sequence[Curve], width: float, label: str, warm_up: int = 0) -> Markup:
     """Bytes over steps. Each curve has dashes of its own and its name at its end."""
     height = 230.0
-    most = max(size for curve in curves for _, size in curve.points) * 1.08 or 1.0
-    steps = [step for curve in curves for step, _ in curve.points]
+    most = max(size for _, points in curves for _, size in points) * 1.08 or 1.0
+    steps = [step for _, points in curves for step, _ in points]
     x = Scale(low=min(steps), high=max(steps), start=LEFT, end=width - RIGHT)
     y = Scale(low=0.0, high=most, start=height - 36, end=TOP + 8)
     drawn = left_axis(y, byte_ticks(most, 4), width - RIGHT, _bytes)
@@ -167,15 +249,15 @@ def memory_curve(curves: Sequence[Curve], width: float, label: str, warm_up: int
         drawn.append(line(edge, TOP, edge, height - 36, "edge"))
         drawn.append(text("warm-up", edge - 4, TOP + 6, "end", "tick") if edge > LEFT + 60 else Markup(""))
     heights: list[float] = []
-    for number, curve in enumerate(curves):
-        points = [(x(step), y(size)) for step, size in _thinned(curve.points)]
+    for number, (name, found) in enumerate(curves):
+        points = [(x(step), y(size)) for step, size in _thinned(found)]
         kind = ("first", "second", "third")[number % 3]
         drawn.append(polyline(points, f"series {kind}"))
         if len(points) <= 40:
             drawn += [element("circle", cx=a, cy=b, r=2.5, class_=f"dot {kind}") for a, b in points]
         at = _apart(points[-1][1] + (17 if number else -7), heights, 1.0 if number else -1.0)
         heights.append(at)
-        drawn.append(text(curve.name, width - RIGHT, at, "end", "label halo"))
+        drawn.append(text(name, width - RIGHT, at, "end", "label halo"))
     drawn.append(text("step", width - RIGHT, height - 2, "end", "tick"))
     return drawing(width, height, label, *drawn)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from flatout.report.html.blocks import Problem, Section
-from flatout.report.html.reading import Part, clean
-from flatout.report.html.verdicts import Sources
+from flatout.report.html.reading import Part, Sources, clean
 from flatout.report.step_text import percent
 from flatout.units import format_bytes, format_seconds
 

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Mapping
 
 from flatout.private_details import LEFT_OUT
-from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Head, Section, Table, Text
-from flatout.report.html.reading import Part, clean
-from flatout.report.html.verdicts import Sources
+from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Section, Table, Text
+from flatout.report.html.reading import Part, Sources, clean
+from flatout.report.html.tables import heads
 from flatout.units import format_bytes, format_rate
 
 
@@ -61,17 +61,11 @@ def _ceilings(ceilings: Part) -> list[Block]:
     for name in ceilings.names():
         if name.endswith("_per_second") and name != "gemm_flops_per_second" and ceilings.at(name):
             rows.append(_peak(name.removesuffix("_bytes_per_second").removesuffix("_per_second"), ceilings.at(name)))
-    heads = (
-        Head(text="work"),
-        Head(text="best quarter", numeric=True),
-        Head(text="slow to best", numeric=True),
-        Head(text="how"),
-    )
+    named = heads("work", "best quarter", "slow to best", "how", numeric=("best quarter", "slow to best"))
     contended = "; others used it, so they may be too low" if ceilings.flag("contended") else ""
     measured = f"Ceilings, measured {ceilings.text('measured_at')} on {ceilings.text('device')}{contended}"
-    return [
-        Details(summary="What this machine can do", blocks=(Table(caption=measured, heads=heads, rows=tuple(rows)),))
-    ]
+    table = Table(caption=measured, heads=named, rows=tuple(rows))
+    return [Details(summary="What this machine can do", blocks=(table,))]
 
 
 def _peak(name: str, peak: Part) -> tuple[Cell, ...]:
@@ -90,16 +84,14 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
         "profile": ("Profile it", "flatout profile"),
         "memory": ("Watch its memory", "flatout memory"),
     }
-    wanted = [kind for kind in commands if kind in sources or (kind == "run" and "tune" in sources)]
     hidden = False
-    for kind in wanted:
-        script = sources[kind if kind in sources else "tune"].at("script")
-        if script.text("name"):
+    for kind, (label, verb) in commands.items():
+        script = (sources[kind] or sources["tune" if kind == "run" else kind]).at("script")
+        if name := script.text("name"):
             arguments, left_out = _arguments(script)
             hidden = hidden or left_out
-            label, verb = commands[kind]
-            blocks.append(Code(label=label, text=" ".join([verb, _target(script.text("name")), *arguments])))
-    if spec := sources["strategies"].text("spec") if "strategies" in sources else "":
+            blocks.append(Code(label=label, text=" ".join([verb, _target(name), *arguments])))
+    if spec := sources["strategies"].text("spec"):
         ranks = sources["strategies"].number("ranks") or 0
         blocks.append(Code(label="Choose again", text=f"flatout tune --devices {ranks:.0f} {shlex.quote(spec)}"))
     if hidden:
@@ -109,16 +101,13 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
             Text(text=f"{LEFT_OUT} stands for the script's arguments, which the documents leave out ({known}).")
         )
     for kind in ("tune", "strategies"):
-        if kind in sources and (plan := sources[kind].at("plan")):
+        if plan := sources[kind].at("plan"):
             blocks.append(Code(label="The plan's choices (flatout.toml)", text=_plan(plan)))
-    rows = [
-        (
-            f"{kind} document",
-            clean(files[kind]),
-            f"Flatout {header.text('version')}, schema {header.number('schema') or 0:.0f}",
-        )
-        for kind, header in ((kind, doc.at("flatout")) for kind, doc in sources.items())
-    ]
+    rows = []
+    for kind, doc in sources.items():
+        header = doc.at("flatout")
+        version = f"Flatout {header.text('version')}, schema {header.number('schema') or 0:.0f}"
+        rows.append((f"{kind} document", clean(files[kind]), version))
     blocks.append(Facts(rows=tuple(rows)))
     return Section(id="reproduce", title="How to reproduce this", blocks=tuple(blocks))
 

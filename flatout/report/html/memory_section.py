@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from flatout.report.html import charts
-from flatout.report.html.blocks import Block, Cell, Details, Facts, Head, Section, Table, Text
-from flatout.report.html.charts import Curve
-from flatout.report.html.reading import Part
-from flatout.report.html.step_sections import figure
-from flatout.report.html.verdicts import Sources
-from flatout.report.step_text import percent
+from flatout.report.html.blocks import Block, Cell, Details, Facts, Section, Table, Text
+from flatout.report.html.reading import Part, Sources
+from flatout.report.html.tables import bytes_cell, figure, heads, stacked
 from flatout.units import format_bytes
 
 MOST_ROWS = 50
@@ -40,7 +37,6 @@ def _ranks(doc: Part) -> list[Block]:
     ranks, shown = doc.parts("ranks"), doc.text("shown_rank") or "the script itself"
     if not ranks:
         return []
-    heads = ("process", "peak of tensors", "between steps", "whole process", "leaks")
     rows = []
     for one in ranks:
         use, leaks = one.at("use"), one.at("leaks")
@@ -48,18 +44,15 @@ def _ranks(doc: Part) -> list[Block]:
         rows.append(
             (
                 Cell(text=one.text("name") or "a process", note=one.text("fault")),
-                _size(use.at("peak")),
-                _size(use, "between_steps_bytes"),
-                _size(one, "peak_resident_bytes"),
+                bytes_cell(use.at("peak").number("size_bytes")),
+                bytes_cell(use.number("between_steps_bytes")),
+                bytes_cell(one.number("peak_resident_bytes")),
                 Cell(text=leaking or {"steady": "none"}.get(leaks.text("verdict"), "unknown")),
             )
         )
-    table = Table(
-        caption=f"Memory of each process that trained; what follows is of {shown}",
-        heads=tuple(Head(text=text, numeric=0 < number < 4) for number, text in enumerate(heads)),
-        rows=tuple(rows),
-    )
-    return [table]
+    caption = f"Memory of each process that trained; what follows is of {shown}"
+    sizes = ("peak of tensors", "between steps", "whole process")
+    return [Table(caption=caption, heads=heads("process", *sizes, "leaks", numeric=sizes), rows=tuple(rows))]
 
 
 def _curve(use: Part) -> list[Block]:
@@ -71,30 +64,33 @@ def _curve(use: Part) -> list[Block]:
 def _of_run(doc: Part) -> list[Block]:
     names = (("reserved_bytes", "reserved"), ("peak_bytes", "peak"), ("held_bytes", "held after the step"))
     blocks = _drawn(doc.parts("memory"), names, doc.at("observed").text("device"), 0)
-    death, rows = doc.at("out_of_memory"), []
-    if death:
-        held = death.by_name("categories")
-        blocks += _categories(held, f"Held when it ran out of memory: {format_bytes(sum(held.values()))}")
-        rows = [
-            (Cell(text=one.text("line") or one.text("name"), code=True), Cell(text=one.text("name")), _size(one))
-            for one in death.parts("holders")
-        ]
+    death = doc.at("out_of_memory")
+    held = death.by_name("categories")
+    blocks += _categories(held, f"Held when it ran out of memory: {format_bytes(sum(held.values()))}")
+    rows = tuple(
+        (
+            Cell(text=one.text("line") or one.text("name"), code=True),
+            Cell(text=one.text("name")),
+            bytes_cell(one.number("size_bytes")),
+        )
+        for one in death.parts("holders")
+    )
     if rows:
-        heads = (Head(text="line"), Head(text="variable"), Head(text="size", numeric=True))
-        blocks.append(Table(caption="What held it", heads=heads, rows=tuple(rows)))
+        named = heads("line", "variable", "size", numeric=("size",))
+        blocks.append(Table(caption="What held it", heads=named, rows=rows))
     return [*blocks, *_process(doc)]
 
 
 def _drawn(steps: list[Part], names: tuple[tuple[str, str], ...], device: str, warm_up: int) -> list[Block]:
-    curves = []
+    curves: list[charts.Curve] = []
     for key, name in names:
         points = [(step.number("step"), step.number(key)) for step in steps]
         known = [(at, size) for at, size in points if at is not None and size is not None and size >= 0]
         if len(known) >= 2:
-            curves.append(Curve(name=name, points=known))
+            curves.append((name, known))
     if not curves:
         return []
-    most = max(size for curve in curves for _, size in curve.points)
+    most = max(size for _, points in curves for _, size in points)
     label = f"Memory of tensors over {len(steps)} steps, {format_bytes(most)} at most"
     drawn = figure(
         lambda width: charts.memory_curve(curves, width, label, warm_up),
@@ -103,20 +99,15 @@ def _drawn(steps: list[Part], names: tuple[tuple[str, str], ...], device: str, w
     rows = [
         (
             Cell(text=f"{step.number('step') or 0:,.0f}"),
-            *(_size(step, key) for key, _ in names if step.number(key) is not None),
+            *(bytes_cell(step.number(key)) for key, _ in names if step.number(key) is not None),
         )
         for step in steps[:MOST_ROWS]
     ]
-    heads = (Head(text="step", numeric=True), *(Head(text=curve.name, numeric=True) for curve in curves))
-    full = tuple(row for row in rows if len(row) == len(heads))
+    columns = ("step", *(name for name, _ in curves))
+    full = tuple(row for row in rows if len(row) == len(columns))
     more = f"and {len(steps) - MOST_ROWS:,} more steps" if len(steps) > MOST_ROWS else ""
-    table = Table(caption="Memory by step", heads=heads, rows=full, more=more)
+    table = Table(caption="Memory by step", heads=heads(*columns, numeric=columns), rows=full, more=more)
     return [drawn, Details(summary="The curve in figures", blocks=(table,))]
-
-
-def _size(part: Part, key: str = "size_bytes") -> Cell:
-    size = part.number(key)
-    return Cell(text="unknown" if size is None else format_bytes(size))
 
 
 def _peak(use: Part) -> list[Block]:
@@ -137,54 +128,41 @@ def _peak(use: Part) -> list[Block]:
 
 
 def _categories(categories: dict[str, float], caption: str) -> list[Block]:
-    shown = [(name, size) for name, size in categories.items() if size > 0]
-    total = sum(size for _, size in shown)
-    if not total:
+    shown = [(name, f"hold-{number % 8}", size) for number, (name, size) in enumerate(categories.items()) if size > 0]
+    if not shown:
         return []
-    said = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)
-    places = {name: f"hold-{number % 8}" for number, name in enumerate(categories)}
-    bar = charts.stacked_bar([(places[name], size) for name, size in shown], f"{caption}: {said}")
-    rows = tuple(
-        (
-            Cell(text=name, swatch=places[name]),
-            Cell(text=format_bytes(size)),
-            Cell(text=percent(size / total), bar=charts.share_bar(size / total)),
-        )
-        for name, size in shown
-    )
-    heads = (Head(text="kind"), Head(text="size", numeric=True), Head(text="share", numeric=True))
-    drawn = figure(lambda width: bar, "")
-    return [drawn, Table(caption=caption, heads=heads, rows=rows)]
+    said = ", ".join(f"{name} {format_bytes(size)}" for name, _, size in shown)
+    return stacked(shown, f"{caption}: {said}", caption, ("kind", "size", "share"), format_bytes)
 
 
 def _holders(use: Part) -> list[Block]:
-    lines = [
+    blocks: list[Block] = []
+    lines = tuple(
         (
             Cell(text=one.text("line") or "unknown", code=True),
             Cell(text=", ".join(one.texts("categories"))),
             Cell(text=f"{one.number('tensors') or 0:,.0f}"),
-            _size(one),
+            bytes_cell(one.number("size_bytes")),
         )
         for one in use.parts("lines")[:MOST_ROWS]
-    ]
-    heads = (Head(text="line"), Head(text="holds"), Head(text="tensors", numeric=True), Head(text="size", numeric=True))
-    blocks: list[Block] = []
+    )
     if lines:
-        blocks.append(Table(caption="Lines whose tensors were held at the peak", heads=heads, rows=tuple(lines)))
-    tensors = [
+        named = heads("line", "holds", "tensors", "size", numeric=("tensors", "size"))
+        blocks.append(Table(caption="Lines whose tensors were held at the peak", heads=named, rows=lines))
+    tensors = tuple(
         (
             Cell(text=f"{_shape(one)} {one.text('dtype')}", code=True),
             Cell(text=one.text("category")),
             Cell(
                 text=" ".join(filter(None, (one.text("module"), one.text("line")))) or one.text("operation"), code=True
             ),
-            _size(one),
+            bytes_cell(one.number("size_bytes")),
         )
         for one in use.parts("tensors")[:MOST_ROWS]
-    ]
+    )
     if tensors:
-        heads = (Head(text="tensor"), Head(text="kind"), Head(text="made at"), Head(text="size", numeric=True))
-        table = Table(caption="The largest tensors at the peak", heads=heads, rows=tuple(tensors))
+        named = heads("tensor", "kind", "made at", "size", numeric=("size",))
+        table = Table(caption="The largest tensors at the peak", heads=named, rows=tensors)
         blocks.append(Details(summary="The largest tensors", blocks=(table,)))
     return blocks
 
@@ -196,21 +174,19 @@ def _shape(tensor: Part) -> str:
 def _leaks(leaks: Part) -> list[Block]:
     rows = []
     for one in leaks.parts("leaks"):
-        growth = one.number("bytes_per_step") or 0.0
-        nodes = one.number("graph_nodes_per_step")
+        growth, nodes = one.number("bytes_per_step") or 0.0, one.number("graph_nodes_per_step")
         more = f"and {nodes:.3g} autograd graph nodes" if nodes else ""
-        holder = one.text("holder") or "an unnamed object"
         rows.append(
             (
-                Cell(text=holder, code=True, note=one.text("type_name")),
+                Cell(text=one.text("holder") or "an unnamed object", code=True, note=one.text("type_name")),
                 Cell(text=one.text("line") or "not found", code=True, note=one.text("source")),
                 Cell(text=f"{format_bytes(growth)} a step", note=more),
             )
         )
     if not rows:
         return []
-    heads = (Head(text="held by"), Head(text="grows at"), Head(text="growth", numeric=True))
-    return [Table(caption="Leaks: what grows from step to step", heads=heads, rows=tuple(rows))]
+    named = heads("held by", "grows at", "growth", numeric=("growth",))
+    return [Table(caption="Leaks: what grows from step to step", heads=named, rows=tuple(rows))]
 
 
 def _savings(use: Part) -> list[Block]:
@@ -219,12 +195,11 @@ def _savings(use: Part) -> list[Block]:
         before, after = one.number("peak_before_bytes"), one.number("peak_after_bytes")
         peak = "unknown" if before is None or after is None else f"{format_bytes(before)} → {format_bytes(after)}"
         note = " ".join(filter(None, (one.text("line"), one.text("how"))))
-        held = "unknown" if one.number("held_bytes") is None else format_bytes(one.number("held_bytes") or 0.0)
-        rows.append((Cell(text=one.text("measure"), note=note), Cell(text=held), Cell(text=peak)))
+        rows.append((Cell(text=one.text("measure"), note=note), bytes_cell(one.number("held_bytes")), Cell(text=peak)))
     if not rows:
         return []
-    heads = (Head(text="measure"), Head(text="held less", numeric=True), Head(text="peak", numeric=True))
-    return [Table(caption="What would save memory", heads=heads, rows=tuple(rows))]
+    named = heads("measure", "held less", "peak", numeric=("held less", "peak"))
+    return [Table(caption="What would save memory", heads=named, rows=tuple(rows))]
 
 
 def _process(doc: Part) -> list[Block]:

@@ -26,11 +26,10 @@ from flatout.report.html.machine_sections import machine, reproduce
 from flatout.report.html.memory_section import memory
 from flatout.report.html.profile_sections import profile, roofline
 from flatout.report.html.rank_section import ranks
-from flatout.report.html.reading import Part
+from flatout.report.html.reading import Part, Sources
 from flatout.report.html.step_sections import before_after, step
-from flatout.report.html.strategy_section import strategies
-from flatout.report.html.trial_section import trials
-from flatout.report.html.verdicts import Sources, verdict
+from flatout.report.html.trial_section import strategies, trials
+from flatout.report.html.verdicts import verdict
 
 KINDS = ("tune", "strategies", "run", "profile", "memory")
 _POLICY = "default-src 'none'; style-src '{style}'; base-uri 'none'; form-action 'none'"
@@ -88,7 +87,7 @@ def _sources(documents: Sequence[tuple[Path, Document]]) -> Sources:
             raise UsageError(f"{path} is of {name}, {names[other]} of {other}", limit="a report is about one script")
         if name:
             names[name] = path
-    return {kind: found[kind] for kind in KINDS if kind in found}
+    return Sources({kind: found[kind] for kind in KINDS if kind in found})
 
 
 def _subject(sources: Sources) -> str:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from flatout.report.html import charts
-from flatout.report.html.blocks import Block, Cell, Details, Facts, Head, Section, Table, Text
+from flatout.report.html.blocks import Block, Cell, Details, Facts, Section, Table, Text
 from flatout.report.html.charts import Work
-from flatout.report.html.reading import Part, clean
-from flatout.report.html.step_sections import figure
-from flatout.report.html.verdicts import Sources
+from flatout.report.html.reading import Part, Sources, clean
+from flatout.report.html.tables import figure, heads, seconds_cell, share_cell
 from flatout.report.step_text import percent
 from flatout.units import format_bytes, format_rate, format_seconds
 
 MOST_ROWS, FIRST_ROWS = 100, 15
+NUMERIC = ("calls", "time a step", "waited a step", "share", "forward", "backward", "copied")
 
 
 def roofline(sources: Sources) -> Section | None:
     """What each class of operators reached, against what this machine was measured to reach."""
-    if "profile" not in sources:
-        return None
     doc = sources["profile"]
     rows = doc.at("profile").parts("roofline")
     if not rows:
@@ -86,8 +84,7 @@ def _roofline_table(rows: list[Part], works: list[Work]) -> Table:
     numbers = {work.row: work.number for work in works}
     made = []
     for row in rows[:MOST_ROWS]:
-        share, of_time = row.number("share_of_ceiling"), row.number("share")
-        seconds, rate = row.number("seconds"), row.number("attained_flops_per_second")
+        share, of_time, rate = (row.number(key) for key in ("share_of_ceiling", "share", "attained_flops_per_second"))
         ceiling = row.text("ceiling_name")
         reached = Cell(text="unknown", note=_because(row.text("reason")))
         if share is not None:
@@ -96,22 +93,18 @@ def _roofline_table(rows: list[Part], works: list[Work]) -> Table:
         made.append(
             (
                 Cell(text=f"{numbers[row.where]} {_class(row)}" if row.where in numbers else _class(row)),
-                Cell(text="unknown" if seconds is None else format_seconds(seconds)),
+                seconds_cell(row.number("seconds")),
                 Cell(text="" if of_time is None else percent(of_time)),
                 Cell(text="" if rate is None else format_rate(rate, "FLOP/s")),
                 Cell(text={"compute": "products", "memory": "memory"}.get(row.text("bound"), "unknown")),
                 reached,
             )
         )
-    heads = (
-        Head(text="operators"),
-        Head(text="time a step", numeric=True),
-        Head(text="of all", numeric=True),
-        Head(text="reached", numeric=True),
-        Head(text="limited by"),
-        Head(text="share of the ceiling", numeric=True),
+    numeric = ("time a step", "of all", "reached", "share of the ceiling")
+    named = heads(
+        "operators", "time a step", "of all", "reached", "limited by", "share of the ceiling", numeric=numeric
     )
-    return Table(caption="Classes of operators", heads=heads, rows=tuple(made), more=_more(rows))
+    return Table(caption="Classes of operators", heads=named, rows=tuple(made), more=_more(rows))
 
 
 def _matrix_units(units: Part) -> list[Block]:
@@ -129,10 +122,26 @@ def _matrix_units(units: Part) -> list[Block]:
 
 def profile(sources: Sources) -> Section | None:
     """Tables of what takes the time, longest first."""
-    if "profile" not in sources:
-        return None
     doc = sources["profile"].at("profile")
-    blocks: list[Block] = [*_lines(doc), *_modules(doc), *_operators(doc), *_kernels(doc), *_waits(doc)]
+    total = sum(row.number("seconds") or 0.0 for row in doc.parts("operators"))
+    waits = "Waits for the GPU, which cost nothing while it has work"
+    blocks: list[Block] = [
+        *_table(doc, "lines", "Lines of the script", ("line", "code", "time a step", "share"), _line),
+        *_table(
+            doc, "modules", "Modules, each with what is inside it", ("module", "calls", "forward", "backward"), _module
+        ),
+        *_table(
+            doc,
+            "operators",
+            "Operators",
+            ("operator", "phase", "line", "calls", "time a step", "share"),
+            lambda row: _operator(row, total),
+        ),
+        *_table(
+            doc, "kernels", "GPU kernels and copies", ("kernel", "kind", "calls", "time a step", "copied"), _kernel
+        ),
+        *_table(doc, "waits", waits, ("line", "operator", "calls", "waited a step"), _wait),
+    ]
     reasons = doc.at("reasons")
     blocks += [
         Text(text=f"{clean(name).replace('_', ' ')}: unknown, because {_because(reasons.text(name))}")
@@ -148,149 +157,77 @@ def _because(reason: str) -> str:
     return reason.removeprefix("unknown, ").removeprefix("because ")
 
 
-def _lines(doc: Part) -> list[Block]:
-    rows = doc.parts("lines")
-    made = [
-        (
-            Cell(text=f"{row.text('file')}:{row.number('line') or 0:.0f}", code=True, note=row.text("function")),
-            Cell(text=row.text("text"), code=True),
-            _seconds(row),
-            _share(row.number("share")),
-        )
-        for row in rows[:MOST_ROWS]
-    ]
-    heads = (
-        Head(text="line"),
-        Head(text="code"),
-        Head(text="time a step", numeric=True),
-        Head(text="share", numeric=True),
-    )
-    return _long_table("Lines of the script", heads, made, _more(rows))
-
-
-def _modules(doc: Part) -> list[Block]:
-    rows = doc.parts("modules")
-    made = []
-    for row in rows[:MOST_ROWS]:
-        backward, depth = row.number("backward_seconds"), round(max(0.0, row.number("depth") or 0.0))
-        unknown = Cell(text="unknown", note=row.text("backward_reason"))
-        made.append(
-            (
-                Cell(
-                    text="· " * min(depth, 12) + (row.text("path") or row.text("kind")),
-                    code=True,
-                    note=_kind(row),
-                ),
-                Cell(text=f"{row.number('calls') or 0:.3g}"),
-                _seconds(row, "forward_seconds"),
-                unknown if backward is None else Cell(text=format_seconds(backward)),
-            )
-        )
-    heads = (
-        Head(text="module"),
-        Head(text="calls", numeric=True),
-        Head(text="forward", numeric=True),
-        Head(text="backward", numeric=True),
-    )
-    return _long_table("Modules, each with what is inside it", heads, made, _more(rows))
-
-
-def _kind(row: Part) -> str:
-    """'' where the path says it."""
-    return "" if row.text("kind") == row.text("path") else row.text("kind")
-
-
-def _operators(doc: Part) -> list[Block]:
-    rows = doc.parts("operators")
-    total = sum(row.number("seconds") or 0.0 for row in rows)
-    made = [
-        (
-            Cell(
-                text=row.text("name"), code=True, note=" ".join(filter(None, (row.text("shapes"), row.text("dtype"))))
-            ),
-            Cell(text=row.text("phase")),
-            Cell(text=row.text("line"), code=True, note=row.text("module")),
-            Cell(text=f"{row.number('calls') or 0:.3g}"),
-            _seconds(row),
-            _share((row.number("seconds") or 0.0) / total if total else None),
-        )
-        for row in rows[:MOST_ROWS]
-    ]
-    heads = (
-        Head(text="operator"),
-        Head(text="phase"),
-        Head(text="line"),
-        Head(text="calls", numeric=True),
-        Head(text="time a step", numeric=True),
-        Head(text="share", numeric=True),
-    )
-    return _long_table("Operators", heads, made, _more(rows))
-
-
-def _kernels(doc: Part) -> list[Block]:
-    rows = doc.parts("kernels")
-    made = [
-        (
-            Cell(text=row.text("name"), code=True, note=row.text("operator")),
-            Cell(text=row.text("kind")),
-            Cell(text=f"{row.number('calls') or 0:.3g}"),
-            _seconds(row),
-            Cell(text="" if row.number("bytes") is None else format_bytes(row.number("bytes") or 0.0)),
-        )
-        for row in rows[:MOST_ROWS]
-    ]
-    heads = (
-        Head(text="kernel"),
-        Head(text="kind"),
-        Head(text="calls", numeric=True),
-        Head(text="time a step", numeric=True),
-        Head(text="copied", numeric=True),
-    )
-    return _long_table("GPU kernels and copies", heads, made, _more(rows))
-
-
-def _waits(doc: Part) -> list[Block]:
-    rows = doc.parts("waits")
-    made = [
-        (
-            Cell(text=row.text("line") or "line unknown", code=True),
-            Cell(text=row.text("operator") or "synchronize"),
-            Cell(text=f"{row.number('calls') or 0:.3g}"),
-            _seconds(row),
-        )
-        for row in rows[:MOST_ROWS]
-    ]
-    heads = (
-        Head(text="line"),
-        Head(text="operator"),
-        Head(text="calls", numeric=True),
-        Head(text="waited a step", numeric=True),
-    )
-    return _long_table("Waits for the GPU, which cost nothing while it has work", heads, made, _more(rows))
-
-
-def _long_table(caption: str, heads: tuple[Head, ...], rows: Sequence[tuple[Cell, ...]], more: str) -> list[Block]:
+def _table(
+    doc: Part, key: str, caption: str, names: tuple[str, ...], cells: Callable[[Part], tuple[Cell, ...]]
+) -> list[Block]:
     """The first rows are shown, the rest on request."""
+    found = doc.parts(key)
+    rows = tuple(map(cells, found[:MOST_ROWS]))
     if not rows:
         return []
+    named, more = heads(*names, numeric=NUMERIC), _more(found)
     if len(rows) <= FIRST_ROWS:
-        return [Table(caption=caption, heads=heads, rows=tuple(rows), more=more)]
-    first = Table(caption=caption, heads=heads, rows=tuple(rows[:FIRST_ROWS]))
-    rest = Table(caption=f"{caption}, continued", heads=heads, rows=tuple(rows[FIRST_ROWS:]), more=more)
-    return [
-        first,
-        Details(summary=f"{len(rows) - FIRST_ROWS} more rows: {caption[:1].lower()}{caption[1:]}", blocks=(rest,)),
-    ]
+        return [Table(caption=caption, heads=named, rows=rows, more=more)]
+    rest = Table(caption=f"{caption}, continued", heads=named, rows=rows[FIRST_ROWS:], more=more)
+    summary = f"{len(rows) - FIRST_ROWS} more rows: {caption[:1].lower()}{caption[1:]}"
+    first = Table(caption=caption, heads=named, rows=rows[:FIRST_ROWS])
+    return [first, Details(summary=summary, blocks=(rest,))]
 
 
 def _more(rows: list[Part]) -> str:
     return f"and {len(rows) - MOST_ROWS:,} more in the document" if len(rows) > MOST_ROWS else ""
 
 
-def _seconds(row: Part, key: str = "seconds") -> Cell:
-    seconds = row.number(key)
-    return Cell(text="unknown" if seconds is None else format_seconds(seconds))
+def _line(row: Part) -> tuple[Cell, ...]:
+    return (
+        Cell(text=f"{row.text('file')}:{row.number('line') or 0:.0f}", code=True, note=row.text("function")),
+        Cell(text=row.text("text"), code=True),
+        seconds_cell(row.number("seconds")),
+        share_cell(row.number("share")),
+    )
 
 
-def _share(share: float | None) -> Cell:
-    return Cell(text="") if share is None else Cell(text=percent(share), bar=charts.share_bar(share))
+def _module(row: Part) -> tuple[Cell, ...]:
+    kind, path, backward = row.text("kind"), row.text("path"), row.number("backward_seconds")
+    depth = min(round(max(0.0, row.number("depth") or 0.0)), 12)
+    return (
+        Cell(text="· " * depth + (path or kind), code=True, note="" if kind == path else kind),
+        _calls(row),
+        seconds_cell(row.number("forward_seconds")),
+        Cell(text="unknown", note=row.text("backward_reason")) if backward is None else seconds_cell(backward),
+    )
+
+
+def _operator(row: Part, total: float) -> tuple[Cell, ...]:
+    return (
+        Cell(text=row.text("name"), code=True, note=" ".join(filter(None, (row.text("shapes"), row.text("dtype"))))),
+        Cell(text=row.text("phase")),
+        Cell(text=row.text("line"), code=True, note=row.text("module")),
+        _calls(row),
+        seconds_cell(row.number("seconds")),
+        share_cell((row.number("seconds") or 0.0) / total if total else None),
+    )
+
+
+def _kernel(row: Part) -> tuple[Cell, ...]:
+    copied = row.number("bytes")
+    return (
+        Cell(text=row.text("name"), code=True, note=row.text("operator")),
+        Cell(text=row.text("kind")),
+        _calls(row),
+        seconds_cell(row.number("seconds")),
+        Cell(text="" if copied is None else format_bytes(copied)),
+    )
+
+
+def _wait(row: Part) -> tuple[Cell, ...]:
+    return (
+        Cell(text=row.text("line") or "line unknown", code=True),
+        Cell(text=row.text("operator") or "synchronize"),
+        _calls(row),
+        seconds_cell(row.number("seconds")),
+    )
+
+
+def _calls(row: Part) -> Cell:
+    return Cell(text=f"{row.number('calls') or 0:.3g}")

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from flatout.report.html import charts
-from flatout.report.html.blocks import Block, Cell, Facts, Head, Section, Table, Text
-from flatout.report.html.reading import Part
-from flatout.report.html.verdicts import PART_NAMES, Sources
+from flatout.report.html.blocks import Block, Cell, Facts, Section, Table, Text
+from flatout.report.html.reading import Part, Sources
+from flatout.report.html.tables import bytes_cell, heads, seconds_cell
+from flatout.report.html.verdicts import PART_NAMES
 from flatout.report.step_text import percent
-from flatout.units import format_bytes, format_seconds
+from flatout.units import format_seconds
 
 PARTS = ("data", "forward", "backward", "optimizer")
-EXCHANGE_HEADS = ("process", "in all", "exposed", "overlapped", "collectives")
 MOST_COLLECTIVES = 3
 SPREADS = {"step": "a step", "outside_backward": "of a step outside backward, where no rank waits for another"}
 
 
 def ranks(sources: Sources) -> Section | None:
-    run = next(
-        (sources[kind] for kind in ("run", "profile") if kind in sources and sources[kind].at("processes")), None
-    )
+    run = next((sources[kind] for kind in ("run", "profile") if sources[kind].at("processes")), None)
     if run is None:
         return None
     processes = run.parts("processes")
-    heads = ("process", "steps", "step", *(PART_NAMES.get(name, name) for name in PARTS), "waits for ranks", "memory")
+    numeric = ("steps", "step", *(PART_NAMES.get(name, name) for name in PARTS), "waits for ranks", "memory")
     table = Table(
         caption="Median seconds of a step, and the most memory, of each process that trained",
-        heads=tuple(Head(text=text, numeric=number > 0) for number, text in enumerate(heads)),
+        heads=heads("process", *numeric, numeric=numeric),
         rows=tuple(_row(one) for one in processes),
     )
-    blocks: list[Block] = [table, *_steps_side_by_side(processes), *_balance(run)]
-    blocks += _exchanges(sources["profile"]) if "profile" in sources else []
+    blocks: list[Block] = [table, *_steps_side_by_side(processes), *_balance(run), *_exchanges(sources["profile"])]
     if not run.at("rank_balance"):
         blocks += _spreads(run.at("process_spread"))
     return Section(id="ranks", title="Ranks", blocks=tuple(blocks))
@@ -39,25 +36,20 @@ def _row(one: Part) -> tuple[Cell, ...]:
     parts = one.by_name("parts")
     step, exposed = one.number("step_seconds"), one.number("exposed_seconds")
     device, resident = one.number("peak_device_bytes"), one.number("peak_resident_bytes")
-    memory = device if device is not None else resident
     said = [] if one.flag("ended") else ["not completed: it was killed, or still ran"]
     said += [fault] if (fault := one.text("fault")) else []
     return (
         Cell(text=one.text("name") or "a process", note="; ".join(said)),
         Cell(text=f"{one.number('steps') or 0:,.0f}"),
-        *(_seconds(value) for value in (step, *(parts.get(name) for name in PARTS))),
+        *(seconds_cell(value) for value in (step, *(parts.get(name) for name in PARTS))),
         _waits(exposed, step),
-        Cell(text="unknown" if memory is None else format_bytes(memory)),
+        bytes_cell(device if device is not None else resident),
     )
-
-
-def _seconds(value: float | None) -> Cell:
-    return Cell(text="unknown" if value is None else format_seconds(value))
 
 
 def _waits(exposed: float | None, step: float | None) -> Cell:
     if exposed is None or not step:
-        return _seconds(exposed)
+        return seconds_cell(exposed)
     return Cell(text=f"{format_seconds(exposed)} ({percent(exposed / step)})", bar=charts.share_bar(exposed / step))
 
 
@@ -77,8 +69,7 @@ def _steps_side_by_side(processes: list[Part]) -> list[Block]:
         rows.append((Cell(text=name), Cell(text=said, chart=bar)))
     if not rows:
         return []
-    heads = (Head(text="process"), Head(text="where a step goes"))
-    return [Table(caption="A step of each process", heads=heads, rows=tuple(rows))]
+    return [Table(caption="A step of each process", heads=heads("process", "where a step goes"), rows=tuple(rows))]
 
 
 def _balance(run: Part) -> list[Block]:
@@ -124,13 +115,14 @@ def _exchanges(profile: Part) -> list[Block]:
             f"{row.number('calls') or 0:.3g} × {row.text('name')}, {format_seconds(row.number('seconds') or 0.0)}"
             for row in found.parts("collectives")[:MOST_COLLECTIVES]
         ]
-        seconds = [total, found.number("exposed_seconds"), found.number("overlapped_seconds")]
-        rows.append((Cell(text=one.text("name")), *map(_seconds, seconds), Cell(text="; ".join(calls))))
+        times = (total, found.number("exposed_seconds"), found.number("overlapped_seconds"))
+        rows.append((Cell(text=one.text("name")), *map(seconds_cell, times), Cell(text="; ".join(calls))))
     blocks: list[Block] = [Text(text=f"{note}.") for note in profile.texts("rank_notes")]
     if rows:
-        heads = [Head(text=text, numeric=0 < place < 4) for place, text in enumerate(EXCHANGE_HEADS)]
+        seconds = ("in all", "exposed", "overlapped")
+        named = heads("process", *seconds, "collectives", numeric=seconds)
         caption = "Communication of each rank in a profiled step; the wait for ranks that come later is in it"
-        blocks.append(Table(caption=caption, heads=tuple(heads), rows=tuple(rows)))
+        blocks.append(Table(caption=caption, heads=named, rows=tuple(rows)))
     return blocks
 
 

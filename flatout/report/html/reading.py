@@ -37,8 +37,10 @@ class Part:
         return Part(self._get(key), f"{self.where}.{key}")
 
     def parts(self, key: str) -> list[Part]:
-        found = self._list(key)
-        return [Part(value, f"{self.where}.{key}[{number}]") for number, value in enumerate(found)]
+        where, found = f"{self.where}.{key}", self._get(key)
+        if found is not None and not isinstance(found, list | tuple):
+            raise _wrong(found, where, "a list")
+        return [Part(value, f"{where}[{number}]") for number, value in enumerate(found or ())]
 
     def number(self, key: str) -> float | None:
         return _number(self._get(key), f"{self.where}.{key}")
@@ -57,19 +59,10 @@ class Part:
     def text(self, key: str) -> str:
         """'' where it is missing."""
         value = self._get(key)
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise _wrong(value, f"{self.where}.{key}", "a text")
-        return clean(value)
+        return "" if value is None else _text(value, f"{self.where}.{key}")
 
     def texts(self, key: str) -> list[str]:
-        found = []
-        for one in self.parts(key):
-            if not isinstance(one.value, str):
-                raise _wrong(one.value, one.where, "a text")
-            found.append(clean(one.value))
-        return found
+        return [_text(one.value, one.where) for one in self.parts(key)]
 
     def flag(self, key: str) -> bool | None:
         value = self._get(key)
@@ -79,9 +72,7 @@ class Part:
 
     def names(self) -> list[str]:
         """Of an object."""
-        if self.value is None:
-            return []
-        return list(self._mapping())
+        return [] if self.value is None else list(self._mapping())
 
     def _mapping(self) -> Mapping[str, object]:
         if not isinstance(self.value, Mapping):
@@ -91,19 +82,24 @@ class Part:
     def _get(self, key: str) -> object:
         return None if self.value is None else self._mapping().get(key)
 
-    def _list(self, key: str) -> list[object]:
-        value = self._get(key)
-        if value is None:
-            return []
-        if not isinstance(value, list | tuple):
-            raise _wrong(value, f"{self.where}.{key}", "a list")
-        return list(value)
+
+class Sources(dict[str, Part]):
+    """Kind of document -> its content, which is empty where there is no such document."""
+
+    def __missing__(self, kind: str) -> Part:
+        return Part(None, kind)
 
 
 def clean(text: str) -> str:
     """At most 2,000 characters, each of which can be shown."""
     cut = text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "…"
     return _UNPRINTABLE.sub("\ufffd", cut)
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(value, where, "a text")
+    return clean(value)
 
 
 def _number(value: object, where: str) -> float | None:

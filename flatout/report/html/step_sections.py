@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from markupsafe import Markup
-
 from flatout.profiling.profile import evaluation_in_step
 from flatout.report.html import charts
-from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Figure, Head, Section, Table, Text
-from flatout.report.html.reading import Part
-from flatout.report.html.verdicts import PART_NAMES, Sources, proof_line
+from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Section, Table, Text
+from flatout.report.html.reading import Part, Sources
+from flatout.report.html.tables import figure, heads, stacked
+from flatout.report.html.verdicts import PART_NAMES, proof_line
 from flatout.report.step_text import percent
 from flatout.report.tune_text import floor_text
 from flatout.statistics import iqr, median, quantile
 from flatout.units import format_seconds
 
-Draw = Callable[[float], Markup]
-
-
-def figure(draw: Draw, caption: str) -> Figure:
-    """The same chart for wide and narrow screens."""
-    return Figure(wide=draw(charts.WIDE), narrow=draw(charts.NARROW), caption=caption)
-
 
 def before_after(sources: Sources) -> Section | None:
     """Of a tune that kept something."""
-    doc = sources.get("tune")
-    if doc is None or not doc.at("final"):
-        return None
+    doc = sources["tune"]
     final = doc.at("final")
     before, after = final.number("baseline_seconds"), final.number("candidate_seconds")
     if before is None or after is None:
@@ -53,17 +41,12 @@ def _proof(proof: Part) -> list[Block]:
     if not proof:
         return []
     rows = tuple(
-        (
-            Cell(text=", ".join(claim.texts("levers"))),
-            Cell(text=claim.text("verdict")),
-            Cell(text=claim.text("reason")),
-        )
+        (Cell(text=", ".join(claim.texts("levers"))), Cell(text=claim.text("verdict")), Cell(text=claim.text("reason")))
         for claim in proof.parts("claims")
     )
     blocks: list[Block] = [Text(text=f"Are the numbers still right? {proof_line(proof)}: {proof.text('reason')}")]
     if rows:
-        heads = (Head(text="change"), Head(text="numbers"), Head(text="evidence"))
-        blocks.append(Table(caption="Proof of the numbers", heads=heads, rows=rows))
+        blocks.append(Table(caption="Proof of the numbers", heads=heads("change", "numbers", "evidence"), rows=rows))
     figures = [
         ("largest difference in loss", proof.number("loss_difference"), proof.number("loss_floor")),
         ("largest difference in a gradient", proof.number("gradient_difference"), proof.number("gradient_floor")),
@@ -85,44 +68,31 @@ def step(sources: Sources) -> Section | None:
 
 
 def _parts(sources: Sources) -> list[Block]:
-    found = step_parts(sources)
-    if found is None:
-        return []
-    parts, seconds, of_what = found
+    parts, seconds, of_what = _step_parts(sources)
     inside = seconds is not None and evaluation_in_step(parts, seconds)
     evaluation = 0.0 if inside else parts.pop("evaluation", 0.0)
-    shown = [(name, parts[name]) for name in PART_NAMES if parts.get(name, 0.0) > 0]
-    total = sum(size for _, size in shown)
+    shown = [(named, f"part-{name}", parts[name]) for name, named in PART_NAMES.items() if parts.get(name, 0.0) > 0]
+    total = sum(size for *_, size in shown)
     if not total:
         return []
-    said = ", ".join(f"{PART_NAMES[name]} {percent(size / total)}" for name, size in shown)
-    bar = charts.stacked_bar([(f"part-{name}", size) for name, size in shown], f"Parts of a step: {said}")
-    rows = tuple(
-        (
-            Cell(text=PART_NAMES[name], swatch=f"part-{name}"),
-            Cell(text=format_seconds(size)),
-            Cell(text=percent(size / total), bar=charts.share_bar(size / total)),
-        )
-        for name, size in shown
-    )
-    heads = (Head(text="part"), Head(text="time", numeric=True), Head(text="share", numeric=True))
+    said = ", ".join(f"{named} {percent(size / total)}" for named, _, size in shown)
     caption = f"A step of {format_seconds(seconds or total)}{of_what}"
-    blocks: list[Block] = [Figure(wide=bar, narrow=bar, caption=""), Table(caption=caption, heads=heads, rows=rows)]
+    blocks = stacked(shown, f"Parts of a step: {said}", caption, ("part", "time", "share"), format_seconds)
     if evaluation > 0:
         blocks.append(Text(text=f"Evaluation takes {format_seconds(evaluation)} a step besides, on average."))
     return blocks
 
 
-def step_parts(sources: Sources) -> tuple[dict[str, float], float | None, str] | None:
+def _step_parts(sources: Sources) -> tuple[dict[str, float], float | None, str]:
     """(seconds by part, of the step, of what)."""
-    if "profile" in sources and (parts := sources["profile"].at("profile").by_name("parts")):
-        profile = sources["profile"].at("profile")
+    profile = sources["profile"].at("profile")
+    if parts := profile.by_name("parts"):
         return parts, profile.number("step_seconds"), ", from the profile"
     for kind, of_what in (("run", ", on average over the steps that were watched"), ("tune", ", before the tune")):
-        seen = sources[kind].at("observed") if kind in sources else Part(None, kind)
+        seen = sources[kind].at("observed")
         if parts := seen.by_name("breakdown_seconds"):
             return parts, seen.number("step_seconds"), of_what
-    return None
+    return {}, None, ""
 
 
 def _timeline(sources: Sources) -> list[Block]:
@@ -152,7 +122,7 @@ def _timeline(sources: Sources) -> list[Block]:
             ("slowest", max(samples)),
         )
     )
-    table = Table(caption=f"Of {what}", heads=(Head(text="figure"), Head(text="time", numeric=True)), rows=rows)
+    table = Table(caption=f"Of {what}", heads=heads("figure", "time", numeric=("time",)), rows=rows)
     drawn = figure(
         lambda width: charts.step_timeline(samples, width, label, "step" if each else "sample"), caption + "."
     )
@@ -161,34 +131,30 @@ def _timeline(sources: Sources) -> list[Block]:
 
 def _samples(sources: Sources) -> tuple[list[float], bool]:
     """(seconds, is there one for each step)."""
-    if "run" in sources and (found := sources["run"].at("measurement").numbers("samples_seconds")):
+    if found := sources["run"].at("measurement").numbers("samples_seconds"):
         steps = sources["run"].number("steps")
         return found, steps is not None and len(found) >= steps - 1  # the first step is not timed
-    if "profile" in sources:
-        return sources["profile"].at("profile").numbers("samples_seconds"), True
-    return [], True
+    return sources["profile"].at("profile").numbers("samples_seconds"), True
 
 
 def _rates(sources: Sources) -> list[Block]:
     rows: list[tuple[str, str, str]] = []
-    if "profile" in sources:
-        profile = sources["profile"].at("profile")
-        seconds = profile.number("step_seconds")
-        for name in ("samples", "tokens"):
-            count = profile.number(f"{name}_per_step")
-            if count and seconds:
-                rows.append((f"{name} a second", f"{count / seconds:,.0f}", f"{count:,.0f} a step"))
-        for cause in profile.parts("idle_causes"):
-            idle = cause.number("seconds")
-            if idle:
-                rows.append((f"idle: {cause.text('cause')}", format_seconds(idle), cause.text("evidence")))
-    share = ceiling_share(sources)
+    profile = sources["profile"].at("profile")
+    seconds = profile.number("step_seconds")
+    for name in ("samples", "tokens"):
+        count = profile.number(f"{name}_per_step")
+        if count and seconds:
+            rows.append((f"{name} a second", f"{count / seconds:,.0f}", f"{count:,.0f} a step"))
+    for cause in profile.parts("idle_causes"):
+        if idle := cause.number("seconds"):
+            rows.append((f"idle: {cause.text('cause')}", format_seconds(idle), cause.text("evidence")))
+    share = _ceiling_share(sources)
     if share is not None:
         rows.append(("share of the ceiling", *share))
     return [Facts(rows=tuple(rows))] if rows else []
 
 
-def ceiling_share(sources: Sources) -> tuple[str, str] | None:
+def _ceiling_share(sources: Sources) -> tuple[str, str] | None:
     """(share, of what), or ('unknown', why)."""
     if "tune" in sources:
         doc = sources["tune"]
@@ -197,7 +163,8 @@ def ceiling_share(sources: Sources) -> tuple[str, str] | None:
             return "unknown", _why_unknown(doc)
         changed = f"{percent(before)} → {percent(after)}" if doc.texts("kept") else percent(after)
         return changed, f"of the {doc.text('ceiling')}"
-    if "run" not in sources or not (doc := sources["run"]).text("ceiling"):
+    doc = sources["run"]
+    if not doc.text("ceiling"):
         return None
     share = doc.number("ceiling_share")
     return ("unknown", _why_unknown(doc)) if share is None else (percent(share), f"of the {doc.text('ceiling')}")
@@ -208,8 +175,6 @@ def _why_unknown(doc: Part) -> str:
 
 
 def _outside(sources: Sources) -> list[Block]:
-    if "run" not in sources:
-        return []
     doc, rows = sources["run"], []
     outside = doc.at("outside_of_steps")
     before, pauses, pause = (outside.number(key) for key in ("before_seconds", "pauses", "pause_seconds"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flatout.notebook_tables import table_html
 from flatout.report.html.blocks import Verdict
 from flatout.report.html.reading import Part
 from flatout.report.step_text import percent, training_elsewhere
 from flatout.statistics import median
 from flatout.units import format_bytes, format_number, format_seconds
 
-Sources = Mapping[str, Part]
-"""Kind of document -> its content."""
 PART_NAMES = {
     "data": "waiting for data",
     "transfer": "copies to the device",
@@ -29,7 +28,7 @@ PART_NAMES = {
 """Parts of a step, in the order in which they are shown; also classes in the style sheet."""
 
 
-def verdict(sources: Sources) -> Verdict:
+def verdict(sources: Mapping[str, Part]) -> Verdict:
     """`sources` has at least one document."""
     makers = {
         "tune": _of_tune,
@@ -122,15 +121,11 @@ def _speed(speed: Part, times: Part, after_key: str = "candidate_seconds") -> tu
     before, after = times.number("baseline_seconds"), times.number(after_key)
     steps = f"{format_seconds(before)} → {format_seconds(after)} a step" if before and after else ""
     interval = f"95 % interval ×{low:.2f} to ×{high:.2f}" if low and high else "too few pairs for an interval"
-    detail = ", ".join(part for part in (steps, interval, _pairs(speed)) if part)
+    counted = f"{pairs:.0f} pairs" if (pairs := speed.number("pairs")) else ""
+    detail = ", ".join(part for part in (steps, interval, counted) if part)
     if speed.text("verdict") == "faster":
         return f"{ratio or 1.0:.2f} times as fast", detail, "good"
     return f"{_sentence(speed.text('verdict') or 'undecided')}: ×{ratio or 1.0:.2f}", detail, ""
-
-
-def _pairs(speed: Part) -> str:
-    pairs = speed.number("pairs")
-    return f"{pairs:.0f} pairs" if pairs else ""
 
 
 def proof_line(proof: Part) -> str:
@@ -235,3 +230,10 @@ def _of_memory(doc: Part) -> Verdict:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def verdict_html(kind: str, payload: Mapping[str, object], rows: tuple[tuple[str, str], ...] = ()) -> str:
+    """As a notebook shows it: of what a document of that kind holds, and `rows` after it."""
+    found = verdict({kind: Part(payload, kind)})
+    detail = (("", found.detail),) if found.detail else ()
+    return table_html(found.headline, (*detail, *found.lines, *rows))

@@ -19,16 +19,7 @@ from __future__ import annotations
 
 from .explain import explain_failure
 from .guard import guard_torch, note_writes, redirect_temporary_files
-from .modes import Isolation, enter, probe
+from .modes import Isolation, enter
 from .scratch import cleanup
 
-__all__ = [
-    "Isolation",
-    "cleanup",
-    "enter",
-    "explain_failure",
-    "guard_torch",
-    "note_writes",
-    "probe",
-    "redirect_temporary_files",
-]
+__all__ = ["Isolation", "cleanup", "enter", "explain_failure", "guard_torch", "note_writes", "redirect_temporary_files"]

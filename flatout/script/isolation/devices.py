@@ -29,7 +29,8 @@ def lay_dev(root: str, layers: Layers) -> Iterator[str]:
     inside = root + "/dev"
     kernel.bind("/dev", inside, recursive=True)
     _make_all_read_only(inside)
-    kernel.make_read_only(inside, kernel.MS_NODEV | kernel.MS_NOSUID | _flags_of(inside))
+    flags = next((mount.flags for mount in mounts.visible(mounts.read(), inside) if mount.path == inside), 0)
+    kernel.make_read_only(inside, kernel.MS_NODEV | kernel.MS_NOSUID | flags)
     for device in wanted_devices("/dev"):
         kernel.bind(device, root + device)
         yield device
@@ -41,19 +42,20 @@ def lay_dev(root: str, layers: Layers) -> Iterator[str]:
             yield "/dev/mqueue"
 
 
-def lay_sys(root: str) -> None:
+def lay_sys_and_proc(root: str) -> None:
+    """/proc is the machine's own until one of the next two follows: a second is refused once parts of it are hidden."""
     kernel.bind("/sys", root + "/sys", recursive=True)
     _make_all_read_only(root + "/sys")
-
-
-def lay_proc(root: str) -> None:
-    """The machine's own, until one of the next two follows: a second /proc is refused once parts of it are hidden."""
     kernel.bind("/proc", root + "/proc", recursive=True)
 
 
-def finish_shared_proc() -> None:
-    """Where there is no PID namespace: the machine's, with settings that are read-only. After the new root is made."""
-    _make_settings_read_only("/proc")
+def make_settings_read_only() -> None:
+    """The kernel's in /proc: all there is to do without a PID namespace. After the new root is made."""
+    for name in _SETTINGS:
+        path = f"/proc/{name}"
+        if os.path.exists(path):
+            kernel.bind(path, path, recursive=True)
+            kernel.make_read_only(path, _QUIET | kernel.MS_NODEV)
 
 
 def lay_own_proc(next_process: int) -> None:
@@ -65,7 +67,7 @@ def lay_own_proc(next_process: int) -> None:
     kernel.mount("proc", "/proc", "proc", _QUIET | kernel.MS_NODEV)
     with suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as last:
         last.write(str(next_process - 1))
-    _make_settings_read_only("/proc")
+    make_settings_read_only()
 
 
 def proc_is_whole() -> bool:
@@ -76,24 +78,12 @@ def proc_is_whole() -> bool:
     )
 
 
-def _make_settings_read_only(proc: str) -> None:
-    for name in _SETTINGS:
-        path = f"{proc}/{name}"
-        if os.path.exists(path):
-            kernel.bind(path, path, recursive=True)
-            kernel.make_read_only(path, _QUIET | kernel.MS_NODEV)
-
-
 def _make_all_read_only(tree: str) -> None:
     try:
         kernel.make_all_read_only(tree)
     except OSError:
         for mount in mounts.visible(mounts.read(), tree):
             kernel.make_read_only(mount.path, mount.flags)
-
-
-def _flags_of(path: str) -> int:
-    return next((mount.flags for mount in mounts.visible(mounts.read(), path) if mount.path == path), 0)
 
 
 def wanted_devices(directory: str, *, within_accelerator: bool = False) -> Iterator[str]:

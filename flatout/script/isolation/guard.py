@@ -2,17 +2,21 @@
 
 Python announces what it is about to do to audit hooks (PEP 578): opening a file, removing, renaming, starting another
 program. A hook that does not return, or raises, prevents it. C++ code announces nothing: `guard_torch` wraps torch's
-own writers, and Landlock, where the kernel has it, makes all other writes fail.
+own writers, and Landlock, where the kernel has it, makes all other writes fail, also those of other programs. It needs
+no rights, but answers with EACCES instead of calling us, and knows nothing of chmod, chown, times and extended
+attributes.
 
-A hook cannot be removed again; it lives as long as the trial's process.
+Neither can be taken back; both live as long as the trial's process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import os
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +26,24 @@ from typing import NoReturn
 from flatout.errors import MachineError
 from flatout.replaced import replaced
 
-from .landlock import restrict_writes
+from . import kernel
 from .scratch import TEMPORARY
-from .writes import Arguments, Check, Stop, WriteRules, program_rules, stream_check
+from .writes import Arguments, Check, Stop, WriteRules, program_rules, save_check
 
 _active: WriteRules | None = None  # what guard_torch asks; None before enter_guard and in overlay mode
 _checks = contextlib.ExitStack()  # of torch's writers; held here, as nobody need keep what takes them away
+
+# Landlock
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
+_ASK_VERSION = 1
+_PATH_BENEATH = 1
+
+_WRITE_FILE = 1 << 1
+_REMOVE = 1 << 4 | 1 << 5  # a directory, a file
+_MAKE = sum(1 << bit for bit in range(6, 13))  # device, directory, file, socket, pipe, block device, link
+_REFER = 1 << 13  # move or link to another directory; since version 2
+_TRUNCATE = 1 << 14  # since version 3
+_SCOPES = 1 | 2  # abstract sockets of other programs, signals to them; since version 6
 
 
 def enter_guard(
@@ -115,14 +131,39 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
 
 
 def _check_torch(torch: ModuleType, rules: WriteRules) -> None:
-    for owner, name, position in (
-        (torch, "save", 1),
-        (torch.serialization, "save", 1),
-        (torch.jit, "save", 1),
-        (torch.jit.ScriptModule, "save", 1),
-        (getattr(torch, "export", None), "save", 1),
-    ):
-        if getattr(owner, name, None) is not None:
-            _checks.enter_context(
-                replaced(owner, name, functools.partial(stream_check, position=position, rules=rules))
-            )
+    for owner in (torch, torch.serialization, torch.jit, torch.jit.ScriptModule, getattr(torch, "export", None)):
+        if getattr(owner, "save", None) is not None:
+            _checks.enter_context(replaced(owner, "save", functools.partial(save_check, rules=rules)))
+
+
+def restrict_writes(writable: Sequence[str]) -> str:
+    """Refuse every write outside `writable`, and signals to other programs, from now on.
+
+    Returns what to say; MachineError without Landlock.
+    """
+    try:
+        version = kernel.system_call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
+        handled = _WRITE_FILE | _REMOVE | _MAKE
+        handled |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+        rules = struct.pack("=QQQ", handled, 0, _SCOPES) if version >= 6 else struct.pack("=Q", handled)
+        ruleset = kernel.system_call(_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint32(0))
+        try:
+            for path in writable:
+                _allow(ruleset, path, handled)
+            kernel.refuse_new_privileges()
+            kernel.system_call(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
+        finally:
+            os.close(ruleset)
+    except OSError as error:
+        raise MachineError(f"no Landlock here ({error})") from error
+    truncation = "" if version >= 3 else "; truncating by path is not covered by it"
+    return f"Landlock (version {version}) is active: writes from C++ or other programs fail with EACCES{truncation}"
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    directory = os.open(path, os.O_PATH | os.O_DIRECTORY)
+    try:
+        rule = struct.pack("=Qi", access, directory)
+        kernel.system_call(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
+    finally:
+        os.close(directory)

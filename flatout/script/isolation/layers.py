@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from flatout.errors import MachineError
+from flatout.machine.detect import available_memory_bytes
 
 from . import kernel
 from .scratch import LAYERS, MEMORY, ROOT
@@ -42,21 +43,20 @@ class Layers:
         kernel.mount(SOURCE, str(self.memory), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
         self.nothing = self.memory / "nothing"
         self.nothing.touch(mode=0o400)
-        self._options = self._accepted_options(str(scratch / ROOT))
+        self._options = ""
+        self._find_options(str(scratch / ROOT))
         self.disk_refusal = self._refusal_of_disk(str(scratch / ROOT))
-
-    def mount(self, lower: str, target: str, flags: int, *, on_disk: bool) -> None:
-        """Lay a copy-on-write layer of `lower` over `target`; OSError where the kernel refuses it."""
-        self._mount(lower, target, flags, self.disk if on_disk else self.memory, self._options)
 
     def mount_in_memory(self, lower: str, target: str, flags: int, size_bytes: int) -> None:
         """The same, in memory of its own; it holds at most `size_bytes`, of which none is taken before it is used."""
         base = self.memory / f"{self._made}-memory"
         base.mkdir()
         kernel.mount(SOURCE, str(base), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={size_bytes},mode=0700")
-        self._mount(lower, target, flags, base, self._options)
+        self.mount(lower, target, flags, base)
 
-    def _mount(self, lower: str, target: str, flags: int, base: Path, options: str) -> None:
+    def mount(self, lower: str, target: str, flags: int, base: Path) -> None:
+        """Lay a copy-on-write layer of `lower` over `target`; changes go to `base`: `disk` or `memory`. OSError where
+        the kernel refuses it."""
         upper, work = base / f"{self._made}-upper", base / f"{self._made}-work"
         self._made += 1
         upper.mkdir()
@@ -66,7 +66,7 @@ class Layers:
         try:
             # Descriptors instead of paths: a comma, colon or backslash would have a meaning among these options.
             layout = "lowerdir=/proc/self/fd/{},upperdir=/proc/self/fd/{},workdir=/proc/self/fd/{}".format(*opened)
-            kernel.mount(SOURCE, target, "overlay", flags, layout + options)
+            kernel.mount(SOURCE, target, "overlay", flags, layout + self._options)
         finally:
             for number in opened:
                 os.close(number)
@@ -82,37 +82,27 @@ class Layers:
         os.chmod(upper, mode)
         os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def _accepted_options(self, target: str) -> str:
+    def _find_options(self, target: str) -> None:
+        """The best that the kernel accepts."""
         refusal: OSError | None = None
         for options in _OPTIONS_AS_USER if self.as_user else _OPTIONS_AS_ROOT:
+            self._options = options
             try:
-                self._try(target, self.memory, options)
-                return options
+                self._try(target, self.memory)
+                return
             except OSError as error:
                 refusal = error
         raise MachineError(f"the kernel refuses an overlay mount ({refusal})")
 
     def _refusal_of_disk(self, target: str) -> str:
         try:
-            self._try(target, self.disk, self._options)
+            self._try(target, self.disk)
             return ""
         except OSError as error:
             return str(error)
 
-    def _try(self, target: str, base: Path, options: str) -> None:
+    def _try(self, target: str, base: Path) -> None:
         lower = self.memory / f"lower-{self._made}"
         lower.mkdir()
-        self._mount(str(lower), target, 0, base, options)
+        self.mount(str(lower), target, 0, base)
         kernel.unmount(target)
-
-
-def available_memory_bytes() -> int:
-    """Memory that this process may still take, by the kernel's estimate and the limit of its control group."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo.get("MemAvailable", meminfo["MemTotal"]).split()[0]) * 1024
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            available = min(available, int(Path(limit).read_text()))
-        except (OSError, ValueError):
-            continue  # another version of control groups, or 'max'
-    return available

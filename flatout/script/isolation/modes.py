@@ -1,4 +1,4 @@
-"""How a trial is kept from the user's files, and why: `enter` chooses, `probe` finds out in advance.
+"""How a trial is kept from the user's files, and why: `enter` chooses.
 
 Put the scratch directory below /tmp or /var/tmp, on a disk, with a short path (a socket's path has at most 107
 characters). Beneath a home directory it works too, but then that home is laid over child by child (see overlay.py).
@@ -6,23 +6,20 @@ characters). Beneath a home directory it works too, but then that home is laid o
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from flatout.errors import MachineError, TrialError
+from flatout.errors import MachineError
 
 from . import devices, kernel, processes
 from .guard import enter_guard
 from .namespaces import own_network
 from .overlay import enter_overlay
-from .scratch import cleanup, prepare
+from .scratch import prepare
 
 Mode = Literal["overlay", "guard"]
 Network = Literal["loopback", "machine"]
@@ -59,31 +56,32 @@ def enter(
     Raises MachineError where the mode that was asked for, or a network of its own, is refused.
     """
     scratch = prepare(scratch)
-    resolved = [_prepare_shared(path) for path in shared]
+    for path in shared:
+        path.mkdir(parents=True, exist_ok=True)
+    resolved = [path.resolve() for path in shared]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     refusal = "asked for"
+    overlaid: tuple[bool, tuple[str, ...]] | None = None
     if mode != "guard":
         try:
-            as_user, details = enter_overlay(scratch, resolved)
+            overlaid = enter_overlay(scratch, resolved)
         except MachineError as error:
             if mode == "overlay":
                 raise
             refusal = str(error)
-        else:
-            return _finish_overlay(details, as_user=as_user, allow_network=allow_network)
     if not allow_network:
         own_network()
+    network: Network = "machine" if allow_network else "loopback"
+    if overlaid is not None:
+        return _finish_overlay(*overlaid, network)
     ended_by = processes.split("reaper", lambda mode: None, _renounce)
     guarded = enter_guard(scratch, resolved, on_first_write)
-    network: Network = "machine" if allow_network else "loopback"
     return Isolation(mode="guard", reason=refusal, details=guarded, processes=ended_by, network=network)
 
 
-def _finish_overlay(details: tuple[str, ...], *, as_user: bool, allow_network: bool) -> Isolation:
-    """Network and processes, once the files are out of reach."""
-    if not allow_network:
-        own_network()
+def _finish_overlay(as_user: bool, details: Sequence[str], network: Network) -> Isolation:
+    """The processes, once the files and the network are out of reach."""
     caller, notes = os.getpid(), list(details)
 
     def lay_proc(granted: processes.Mode) -> None:
@@ -93,51 +91,16 @@ def _finish_overlay(details: tuple[str, ...], *, as_user: bool, allow_network: b
                 return
             except OSError as error:
                 notes.append(f"/proc shows processes under other numbers than their own ({error})")
-        devices.finish_shared_proc()
+        devices.make_settings_read_only()
 
     has_proc = not as_user or devices.proc_is_whole()
     ended_by = processes.split("namespace" if has_proc else "reaper", lay_proc, _renounce)
     if ended_by == "reaper":
         notes.append("no PID namespace here: other processes of this user can be signalled")
     reason = "a private mount namespace, made " + ("in a user namespace" if as_user else "as root")
-    network: Network = "machine" if allow_network else "loopback"
     return Isolation(mode="overlay", reason=reason, details=tuple(notes), processes=ended_by, network=network)
 
 
 def _renounce() -> None:
     """An ordinary user has no capability, except those that a user namespace gave; root keeps the harmless ones."""
     kernel.drop_capabilities(None if os.getuid() else kernel.ESCAPING_CAPABILITIES)
-
-
-def _prepare_shared(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path.resolve()
-
-
-_PROBE = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dataclasses import asdict
-from pathlib import Path
-from flatout.script.isolation import enter
-print(json.dumps(asdict(enter(Path(sys.argv[2])))))
-"""
-
-
-def probe(scratch: Path) -> Isolation:
-    """What `enter` would do here, found by doing it in a process of its own; changes nothing but `scratch`."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    place = tempfile.mkdtemp(prefix="probe-", dir=scratch)
-    try:
-        # The child's own search path, because this package may come from a checkout that only this process knows of.
-        search_path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-        command = [sys.executable, "-c", _PROBE, search_path, place]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-        if answer.returncode != 0:
-            raise TrialError(f"the isolation probe failed with code {answer.returncode}: {answer.stderr[-500:]}")
-        found = json.loads(answer.stdout)
-        return Isolation(**{**found, "details": tuple(found["details"])})
-    except subprocess.TimeoutExpired as error:
-        raise TrialError("the isolation probe did not answer", limit="60 seconds") from error
-    finally:
-        cleanup(Path(place))

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from flatout.errors import MachineError
 from . import devices, kernel, mounts, namespaces, owners
 from .layers import SOURCE, Layers
 from .mounts import Mount, is_below, is_within
-from .owners import Place
 from .scratch import LAYERS, ROOT
 
 CHILDREN_LIMIT = 256  # layers for the children of one directory; each is a mount, and mounts are not free
@@ -45,17 +45,14 @@ def enter_overlay(scratch: Path, shared: Sequence[Path]) -> tuple[bool, tuple[st
     places = owners.places(working_directory)
     try:
         as_user = namespaces.own_mounts()
-        tree = _Tree(scratch, shared, places if as_user else (), as_user=as_user)
+        tree = _Tree(scratch, shared, places if as_user else {}, as_user=as_user)
         tree.build()
         tree.verify(working_directory)
         kernel.pivot_root(tree.root)
     except OSError as error:
-        os.chdir(working_directory)
         raise MachineError(f"the kernel refuses a copy-on-write view of the files ({error})") from error
-    except MachineError:
-        os.chdir(working_directory)
-        raise
-    os.chdir(working_directory)  # by path: the old working directory is the real one
+    finally:
+        os.chdir(working_directory)  # by path: the old working directory is the real one
     details = [*tree.notes, *_limits(as_user=as_user), *_inherited_descriptors(scratch)]
     return as_user, tuple(details)
 
@@ -63,11 +60,11 @@ def enter_overlay(scratch: Path, shared: Sequence[Path]) -> tuple[bool, tuple[st
 class _Tree:
     """The new root under construction."""
 
-    def __init__(self, scratch: Path, shared: Sequence[Path], places: Sequence[Place], *, as_user: bool) -> None:
+    def __init__(self, scratch: Path, shared: Sequence[Path], places: Mapping[str, bool], *, as_user: bool) -> None:
         self.scratch = str(scratch)
         self.root = str(scratch / ROOT)
         self.shared = [str(path) for path in shared if not is_within(str(path), self.scratch)]
-        self.places = {place.path: place for place in places}
+        self.places = places
         self.as_user = as_user
         self.layered: set[str] = set()
         self.notes: list[str] = []
@@ -82,8 +79,7 @@ class _Tree:
             if not mounts.in_kernel_tree(mount):
                 self._lay(mount)
         self.meant.update(devices.lay_dev(self.root, self.layers))
-        devices.lay_sys(self.root)
-        devices.lay_proc(self.root)
+        devices.lay_sys_and_proc(self.root)
         self.meant.add("/proc")
         for path in self.places:
             self._lay_place(path)
@@ -140,8 +136,8 @@ class _Tree:
 
     def _lay_place(self, path: str) -> bool:
         """A layer on top of a layer, where owners.py asks for one; returns whether there is one now."""
-        place = self.places.get(path)
-        nested = place is not None and (place.foreign or os.path.dirname(path) not in self.layered)
+        foreign = self.places.get(path)
+        nested = foreign is not None and (foreign or os.path.dirname(path) not in self.layered)
         done = path in self.layered or any(is_below(layered, path) for layered in self.layered)
         if not nested or done or not self._is_ours_to_lay(path):
             return False
@@ -152,20 +148,17 @@ class _Tree:
         """Returns whether the directory got a layer; it gets none where it holds a mount that cannot be moved."""
         if not os.path.isdir(directory) or (self.as_user and self._holds_mount(directory)):
             return False
+        bases = [self.layers.memory]
         if not self._holds_scratch(directory) and not self.layers.disk_refusal:
-            try:
-                self.layers.mount(directory, self._inside(directory), mount.flags, on_disk=True)
+            bases.insert(0, self.layers.disk)
+        for base in bases:
+            with suppress(OSError):  # e.g. the same disk mounted a second time, scratch included: memory is possible
+                self.layers.mount(directory, self._inside(directory), mount.flags, base)
                 self.layered.add(directory)
+                if base == self.layers.memory:
+                    self.in_memory.append(directory)
                 return True
-            except OSError:
-                pass  # e.g. the same disk mounted a second time, scratch included: memory is still possible
-        try:
-            self.layers.mount(directory, self._inside(directory), mount.flags, on_disk=False)
-            self.in_memory.append(directory)
-            self.layered.add(directory)
-            return True
-        except OSError:
-            return False
+        return False
 
     def _lay_children(self, mount: Mount, directory: str, *, covered: bool) -> None:
         """Layers on disk for what a memory layer covers only for want of better, or on what is read-only so far."""

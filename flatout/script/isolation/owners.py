@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from . import mounts
 
@@ -19,25 +18,15 @@ SEARCH_DEPTH = 3
 NEIGHBOURS_LIMIT = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A directory that this user may write in; `foreign` where its owner or its group is another's."""
-
-    path: str
-    foreign: bool
-
-
-def places(working_directory: str) -> list[Place]:
-    """To be called before the user namespace is entered, which shows every other owner as nobody."""
-    found = {}
-    for path in (*_around(working_directory), *_search()):
-        place = _judge(path)
-        if place is not None:
-            found[path] = place
-    return [found[path] for path in sorted(found)]
+def places(working_directory: str) -> dict[str, bool]:
+    """Directories that this user may write in -> is the owner or the group another's? To be called before the user
+    namespace is entered, which shows every other owner as nobody."""
+    found = {path: _is_foreign(path) for path in sorted({*_around(working_directory), *_search()})}
+    return {path: foreign for path, foreign in found.items() if foreign is not None}
 
 
-def _judge(path: str) -> Place | None:
+def _is_foreign(path: str) -> bool | None:
+    """None: this user may not write in it."""
     try:
         status = os.stat(path)
     except OSError:
@@ -45,21 +34,20 @@ def _judge(path: str) -> Place | None:
     ours = status.st_uid == os.getuid() and status.st_gid == os.getgid()
     if not ours and not os.access(path, os.W_OK | os.X_OK):
         return None
-    return Place(path=path, foreign=not ours)
+    return not ours
 
 
 def _around(working_directory: str) -> Iterator[str]:
     """The topmost of the user's own directories on the way here, this directory, and what is foreign directly in it."""
     topmost = path = working_directory
-    while (place := _judge(path)) is not None and path != "/":
+    while (foreign := _is_foreign(path)) is not None and path != "/":
         topmost = path
-        if place.foreign:
+        if foreign:
             break
         path = os.path.dirname(path)
     yield from {topmost, working_directory}
     for child in mounts.child_directories(working_directory)[:NEIGHBOURS_LIMIT]:
-        neighbour = _judge(child)
-        if neighbour is not None and neighbour.foreign:
+        if _is_foreign(child):
             yield child
 
 
@@ -71,7 +59,7 @@ def _search() -> Iterator[str]:
         if not queue:
             return
         directory, depth = queue.popleft()
-        if _judge(directory) is not None:
+        if _is_foreign(directory) is not None:
             yield directory
         elif depth < SEARCH_DEPTH:
             queue.extend((child, depth + 1) for child in mounts.child_directories(directory))

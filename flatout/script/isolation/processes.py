@@ -18,8 +18,9 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal, NoReturn
+
+import psutil
 
 from . import kernel
 
@@ -131,26 +132,13 @@ def _reader_is_gone(pipe: int) -> bool:
 def _end_descendants() -> None:
     """Kill what descends from this process, until there is nothing left to wait for."""
     while True:
-        for descendant in _descendants():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(descendant, signal.SIGKILL)
+        for descendant in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has ended meanwhile, or is another user's
+                descendant.kill()
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-def _descendants() -> list[int]:
-    """Numbers of the processes that descend from this one."""
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):  # it has ended meanwhile
-                parents[int(name)] = int(Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[1])
-    found = [os.getpid()]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found[1:]
 
 
 def _leave_as(status: int) -> NoReturn:

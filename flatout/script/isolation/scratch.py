@@ -55,8 +55,9 @@ def _remove_contents(directory: int, device: int, shown: Path) -> None:
     try:
         if os.fstat(directory).st_dev != device:
             raise TrialError(f"{shown} is a mount point", remedy=f"unmount it: umount {shown}")
-        for name in os.listdir(directory):
-            if stat.S_ISDIR(os.lstat(name, dir_fd=directory).st_mode):
+        found = [(not stat.S_ISDIR(os.lstat(name, dir_fd=directory).st_mode), name) for name in os.listdir(directory)]
+        for is_file, name in sorted(found):  # folders first: the mark of a work folder stays until all else is gone
+            if not is_file:
                 _remove_contents(_open_directory(name, directory), device, shown / name)
                 os.rmdir(name, dir_fd=directory)
             else:

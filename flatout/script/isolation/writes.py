@@ -11,11 +11,8 @@ import functools
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from urllib.parse import parse_qs, unquote
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 Stop = Callable[[str], object]
 """Called with a description before a write; where it returns, the write takes place."""
@@ -185,12 +182,12 @@ def _only_looks(words: list[str]) -> bool:
     return os.path.basename(words[0]) in _LOOKING_PROGRAMS or tracks_shared_memory
 
 
-def stream_check(original: Callable[P, R], position: int, rules: WriteRules) -> Callable[P, R]:
-    """`original` with a check of the path it gets at `position` (or as `f`); open files were checked when opened."""
+def save_check(original: Callable[..., object], rules: WriteRules) -> Callable[..., object]:
+    """One of torch's, with a check of the path that it gets second, or as `f`; files were checked when opened."""
 
     @functools.wraps(original)
-    def checked(*arguments: P.args, **named: P.kwargs) -> R:
-        target = arguments[position] if len(arguments) > position else named.get("f")
+    def checked(*arguments: Any, **named: Any) -> object:  # torch checks them
+        target = arguments[1] if len(arguments) > 1 else named.get("f")
         if isinstance(target, str | bytes | os.PathLike):
             rules.check("save", target)
         return original(*arguments, **named)

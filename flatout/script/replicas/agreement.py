@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -144,35 +144,26 @@ class Agreement:
     def _begin(self) -> ProcessGroup:
         import torch
         from torch import distributed
-        from torch.distributed.distributed_c10d import (
-            init_process_group,
-        )  # the one of torch.distributed is the script's
+        from torch.distributed.distributed_c10d import init_process_group  # that of torch.distributed is the script's
 
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # the only one that this rank sees
             backend = "cpu:gloo,cuda:nccl"
+        hook = sys.excepthook  # torch puts its own in its place, which names the rank: the launcher does that already
         try:
-            with environment.ranks_shown(), _excepthook_kept():
+            with environment.ranks_shown():
                 init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_SECONDS))
         except (RuntimeError, ValueError) as error:
             raise MachineError(
                 f"the ranks did not find each other: {describe_error(error)}",
                 limit="each connects to rank 0 on this machine",
             ) from error
+        finally:
+            sys.excepthook = hook
         world = distributed.group.WORLD
         assert world is not None
         return world
-
-
-@contextlib.contextmanager
-def _excepthook_kept() -> Iterator[None]:
-    """torch puts its own in its place, which names the rank: the launcher does that already."""
-    hook = sys.excepthook
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
 
 
 def _difference(rows: Sequence[Row], rank: int) -> RanksDiffer | None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flatout.levers.grad_attribute import get_grad, set_grad
 from flatout.parallel.averaging import are_sent_as_they_are, packets, sent_by_first
+from flatout.parameters import parameters_of
 from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
@@ -49,16 +50,9 @@ class Trained:
     def parameters(self) -> list[Tensor]:
         """Each once: those of the optimizers, then those of the models that no optimizer holds (a clip counts their
         gradients too)."""
-        found: dict[int, Tensor] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for one in group["params"]:
-                    found.setdefault(id(one), one)
-        for module in self.modules:
-            for one in module.parameters():
-                if one.requires_grad:
-                    found.setdefault(id(one), one)
-        return list(found.values())
+        held = {id(one): one for optimizer in self.optimizers for one in parameters_of(optimizer)}
+        own = {id(one): one for module in self.modules for one in module.parameters() if one.requires_grad}
+        return list({**held, **own}.values())
 
     def rates(self) -> int:
         """A digest of all learning rates on the host."""
@@ -86,17 +80,13 @@ def weights_digest(parameters: Sequence[Tensor]) -> int:
 
 def sparse_name(parameters: Sequence[Tensor]) -> str:
     """What a sparse gradient belongs to; '' where there is none."""
-    for one in parameters:
-        gradient = get_grad(one)
-        if gradient is not None and gradient.layout != _strided():
-            return f"a parameter of shape {list(one.shape)}"
-    return ""
-
-
-def _strided() -> object:
     import torch
 
-    return torch.strided
+    for one in parameters:
+        gradient = get_grad(one)
+        if gradient is not None and gradient.layout != torch.strided:
+            return f"a parameter of shape {list(one.shape)}"
+    return ""
 
 
 def average(parameters: Sequence[Tensor], group: ProcessGroup, *, same_flags: bool) -> None:
@@ -151,9 +141,3 @@ def from_first(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 def _copy(flat: Tensor, packet: Sequence[Tensor]) -> None:
     for one, part in zip(packet, flat.split([one.numel() for one in packet]), strict=True):
         one.copy_(part.view(one.shape))
-
-
-def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers."""
-    yield from module.parameters()
-    yield from module.buffers()

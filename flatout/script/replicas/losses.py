@@ -52,7 +52,7 @@ _ELEMENTWISE = {
 def terms_of(loss: Tensor) -> float | None:
     """Of a loss that is one cross-entropy: the number of targets that are not ignored, or the sum of their weights.
     None for any other. Waits for the device."""
-    nodes = list(_parts(loss, _SCALED))
+    nodes = [node for node, _ in _parts_divided(loss, _SCALED)]
     found = cross_entropy_terms(nodes[0]) if len(nodes) == 1 else None
     return None if found is None else float(found.total)
 
@@ -161,11 +161,6 @@ def _divides_by_figure(node: Node) -> bool:
     """Is it a quotient whose divisor depends on the batch?"""
     divisor = node.next_functions[-1][0] if _name(node) == "Div" and len(node.next_functions) > 1 else None
     return divisor is not None and depends_on_batch(divisor)
-
-
-def _parts(loss: Tensor, passed: AbstractSet[str]) -> Iterator[Node]:
-    """The nodes from which the loss is made by the `passed` operations on scalars."""
-    return (node for node, _ in _parts_divided(loss, passed))
 
 
 def _inputs(node: Node) -> list[Node]:

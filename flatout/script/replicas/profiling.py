@@ -1,6 +1,6 @@
 """`flatout profile --devices`: a script for one device on several, as a trial in which each rank is profiled.
 
-watched = watch_on_devices(request, 2, Settings(profiled=True), schedule)
+watched = profile_on_devices(request, 2, settings)
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from flatout.script.profile_trial import (
 )
 from flatout.script.rank_answers import RankWatch, write_settings
 from flatout.script.replicas.settings import ERRORS, LATE, Settings
-from flatout.script.replicas.starting import DevicesRequest, ranks_prepared, start_ranks
-from flatout.script.watched_trial import of_the_script, patience_over, target_settings
+from flatout.script.replicas.starting import QUIET, ranks_prepared, start_ranks
+from flatout.script.watched_trial import of_the_script, patience_over
 from flatout.script.work_folder import work_folder
 
 MOST_ERROR_BYTES = 20_000
-QUIET = (("WANDB_MODE", "offline"), ("TORCH_CPP_LOG_LEVEL", "ERROR"))
-"""Nothing is sent to tracking services; no warning that a trial without a network finds no name of its own."""
 NO_BEHAVIOUR = "what the script itself does was not followed on several devices: flatout profile without --devices does"
 
 
@@ -38,6 +36,7 @@ def profile_on_devices(request: ProfileRequest, devices: int, settings: Settings
     Raises TrialError where the script fails, or takes too few steps, and what a rank raises that refuses to go on.
     """
     request.target.check()
+    settings = replace(settings, is_trial=True)
     return watch_with(request, lambda schedule: _once(request, devices, settings, schedule))
 
 
@@ -46,12 +45,12 @@ def _once(request: ProfileRequest, devices: int, settings: Settings, schedule: S
     shared = [] if request.trace_folder is None else [request.trace_folder]
     with work_folder() as answers, ranks_prepared(settings, answers, *shared) as folder:
         command = command_of(schedule, trace) | {"behaviour": False}
-        write_settings(answers, {"command": command, "target": target_settings(request.target)})
+        write_settings(answers, {"command": command, "target": request.target.command})
         words = [str(folder), str(answers), str(request.patience_seconds), *request.target.command]
         start = child_command("flatout.script.replicas.profiled", *words)
         watch, refusal, status = RankWatch(answers), None, 0
         try:
-            status = start_ranks(DevicesRequest(target=request.target, devices=devices, variables=QUIET), folder, start)
+            status = start_ranks(start, devices, folder, variables=QUIET)
         except UsageError as error:
             refusal = error
         watch.settled()

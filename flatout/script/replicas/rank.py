@@ -1,9 +1,9 @@
 """A rank's process, before the script's first line.
 
-    rank = begin(folder)         # isolated, its GPU chosen, its launcher's variables hidden from the script
-    rank.replica.install()
+    replica = begin(folder)      # isolated, its GPU chosen, its launcher's variables hidden from the script
+    replica.install()
     ...                          # the script
-    rank.replica.end(status)
+    replica.end(status)
 
 Ranks other than the first run the same lines, so they would write the same files. They see a private copy of whatever
 they write: a checkpoint is there for the rank that loads it again, and on disk once.
@@ -11,42 +11,21 @@ they write: a checkpoint is there for the rank that loads it again, and on disk 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from flatout import environment
 from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.script.entry import Target, execute
-from flatout.script.replicas.refusal import Refusals
 from flatout.script.replicas.replica import Replica
-from flatout.script.replicas.settings import SCRATCH, Settings
-from flatout.whole_files import written_whole
+from flatout.script.replicas.settings import SCRATCH, Refusals, Settings
 
 ALL_WRITE = "--all-ranks-write"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """This process among the ranks of a run."""
-
-    number: int
-    count: int
-    settings: Settings
-    replica: Replica
-    folder: Path
-    """Of the run; all ranks can write there."""
-
-    def tell(self, name: str, text: str) -> None:
-        """The parent, in a file of that name; nobody waits for it."""
-        with contextlib.suppress(OSError), written_whole(self.folder / name, durable=False) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-
-def begin(folder: Path) -> Rank:
+def begin(folder: Path) -> Replica:
     """Call it while the process has one thread, before torch is imported: it returns in a new process where the rank is
     isolated. Raises Refused where that is not possible, UsageError without a launcher's variables."""
     place = environment.launched()
@@ -66,21 +45,21 @@ def begin(folder: Path) -> Rank:
         _isolate(folder, number, settings)
     if number or settings.is_trial:
         _silence()
-    replica = Replica(settings, folder, number, count)
-    return Rank(number=number, count=count, settings=settings, replica=replica, folder=folder)
+    return Replica(settings, folder, number, count)
 
 
-def run_script(rank: Rank, target: Target, at_end: Callable[[], object]) -> int:
+def run_script(replica: Replica, target: Target, at_end: Callable[[], object]) -> int:
     """The script on this rank of a trial; the exit status. at_end: called where it has ended by itself."""
-    rank.replica.install()
+    own = os.getpid()
+    replica.install()
     try:
         status = execute(target)
     except FlatoutError:
-        rank.replica.end(1)
+        replica.end(1)
         raise
-    if status == 0:
+    if status == 0 and os.getpid() == own:  # not in a process that the script has forked
         at_end()
-    return rank.replica.end(status)
+    return replica.end(status)
 
 
 def _isolate(folder: Path, number: int, settings: Settings) -> None:

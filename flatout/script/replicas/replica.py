@@ -13,19 +13,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import MachineError, describe_error
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch, Patches
 from flatout.script.places import Places
 from flatout.script.replicas.agreement import Agreement, RanksDiffer, Row
-from flatout.script.replicas.refusal import STATUS, UNTOUCHED, Refusals, Refused
-from flatout.script.replicas.settings import Facts, Settings
+from flatout.script.replicas.settings import STATUS, UNTOUCHED, Facts, Refusals, Refused, Settings
 from flatout.script.replicas.streams import RandomStreams
-from flatout.script.replicas.training_data import TrainingData
+from flatout.script.replicas.training_data import Call, TrainingData
 from flatout.script.replicas.training_steps import TrainingSteps
 from flatout.script.seeds import TrialSeeds
+from flatout.whole_files import written_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,24 +41,23 @@ OWN_LAUNCHERS = {
     "deepspeed.runtime.engine": ("DeepSpeedEngine", "DeepSpeed"),
 }
 """Module -> the class whose instances share the work among ranks by themselves, and whose it is."""
-Call = Callable[..., Any]  # one of torch's functions
 
 
 class Replica:
     """Installed before the script starts. `count` 1: nothing is shared, and the script runs as it is."""
 
-    def __init__(self, settings: Settings, folder: Path, rank: int, count: int) -> None:
-        self.settings, self.rank, self.count = settings, rank, count
-        self.agreement = Agreement(rank, count)
-        self.refusals = Refusals(folder, rank)
-        self.streams = RandomStreams(rank)
+    def __init__(self, settings: Settings, folder: Path, number: int, count: int) -> None:
+        """folder: of the run; all ranks can write there."""
+        self.settings, self.folder, self.number, self.count = settings, folder, number, count
+        self.agreement = Agreement(number, count)
+        self.refusals = Refusals(folder, number)
+        self.streams = RandomStreams(number)
         self.at_update: list[Callable[[Optimizer], None]] = []
         """Called before each optimizer's step, when gradients are averaged."""
         self.at_torch: list[Callable[[ModuleType], object]] = []
         """Called once torch has been imported, after this has put its patches on."""
         self.at_loss: list[Callable[[Sequence[Tensor], float], None]] = []
         """Called with the roots of each backward pass, and how much it counts in the mean over the ranks."""
-        self._folder = folder
         self._patches = Patches()
         self._places = Places(os.getcwd())
         recording = settings.recording
@@ -91,11 +90,16 @@ class Replica:
             return status
         self._ended = self._off = True
         self.agreement.end(failed=status != 0)
-        if self.rank == 0:
+        if self.number == 0:
             with contextlib.suppress(OSError):
-                self.facts().write(self._folder)
+                self.facts().write(self.folder)
         self.agreement.close()
         return status
+
+    def tell(self, name: str, text: str) -> None:
+        """The parent, in a file of that name; nobody waits for it."""
+        with contextlib.suppress(OSError), written_whole(self.folder / name, durable=False) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
     def facts(self) -> Facts:
         data, largest = self.data, self.data.largest
@@ -205,7 +209,7 @@ class Replica:
             yield
         except RuntimeError as error:
             raise RanksDiffer(
-                f"rank {self.rank} was left alone while tensors were exchanged: {describe_error(error)}",
+                f"rank {self.number} was left alone while tensors were exchanged: {describe_error(error)}",
                 limit="another rank has ended, or hangs",
                 remedy="look for its error above",
             ) from None

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 from flatout.decoding import decode
+from flatout.errors import MachineError, UsageError
 
 SETTINGS, FACTS = "settings.json", "facts.json"
 REFUSED = "refused-"
 """Followed by the rank."""
+STATUS = 2
+"""Of a rank that refuses: as of any input that cannot be used."""
+UNTOUCHED = "flatout launch"
 SCRATCH = "scratch-"
 RUN_FOLDER, SUMMARY = "run-folder", "summary.txt"
 """Of the first rank: where it keeps its state, and what it has to say at its end."""
@@ -63,19 +67,13 @@ class Settings:
     shared: tuple[str, ...] = ()
     """Folders that all ranks may write to: caches."""
     recording: Recording | None = None
-    takes_commands: bool = False
-    """Is the run a trial whose parent has some of its steps timed?"""
-    profiled: bool = False
-    """Is the run only a trial, in which each rank is profiled?"""
+    """Of a trial for the proof."""
+    is_trial: bool = False
+    """Does no rank write the user's files, and nobody read what it prints?"""
     levers: str = "flatout.levers.catalogue:LEVERS"
     """Of a trial: where they are declared."""
     choices: tuple[tuple[bool | int | str, ...], ...] = ()
     """Of a trial: those that are on; where it takes commands, from its start."""
-
-    @property
-    def is_trial(self) -> bool:
-        """Then no rank writes the user's files, and nobody reads what it prints."""
-        return self.recording is not None or self.takes_commands or self.profiled
 
     def write(self, folder: Path) -> None:
         (folder / SETTINGS).write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -120,3 +118,42 @@ class Facts:
             return decode(cls, json.loads((folder / FACTS).read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return None
+
+
+class Refused(SystemExit):
+    """Ends this rank; the other ranks learn of it before the next exchange, and the parent says why, once.
+
+    SystemExit, so that a script that catches its own errors (`except Exception`) does not go on half shared, while its
+    `finally` blocks and exit handlers run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(STATUS)
+
+
+class Refusals:
+    """Of one rank, for its parent."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"{REFUSED}{rank}.json"
+        self.refused = False
+
+    def refuse(self, what: str, *, limit: str = "", remedy: str = "", machine: bool = False) -> Refused:
+        """What to raise. machine: it is the machine that lacks something, not the script."""
+        self.refused = True
+        if not self._path.exists():  # the first one is the cause
+            told = {"what": what, "limit": limit, "remedy": remedy, "machine": machine}
+            self._path.write_text(json.dumps(told), encoding="utf-8")
+        return Refused()
+
+
+def refusal_of(folder: Path) -> UsageError | MachineError | None:
+    """Of the rank with the lowest number that refused; None: none did."""
+    for path in sorted(folder.glob(f"{REFUSED}*.json"), key=lambda one: int(one.stem.removeprefix(REFUSED))):
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # the rank was killed while it wrote
+        kind = MachineError if told["machine"] else UsageError
+        return kind(told["what"], limit=told["limit"], remedy=told["remedy"])
+    return None

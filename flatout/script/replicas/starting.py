@@ -1,16 +1,16 @@
 """The ranks of a script on several devices of this machine, started and awaited.
 
-    with ranks_prepared(request) as folder:
-        status = start_ranks(request, folder)
+    with ranks_prepared(settings) as folder:
+        status = start_ranks(command, 2, folder)
 
-Each rank is `flatout run` again, with the same options, told by a variable that it is one.
+A rank of a run is `flatout run` again, with the same options, told by a variable that it is one.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flatout import environment
@@ -19,27 +19,13 @@ from flatout.machine.detect import detect, usable_cores
 from flatout.parallel.launch_request import Launch
 from flatout.parallel.launching.rank_count import MOST_DIGITS
 from flatout.plan_document import short
-from flatout.script.child_command import child_command
-from flatout.script.entry import Target
-from flatout.script.replicas.refusal import refusal_of
-from flatout.script.replicas.settings import Settings
+from flatout.script.replicas.settings import Settings, refusal_of
 from flatout.script.work_folder import work_folder
 from flatout.units import counted
 
-
-@dataclass(frozen=True, kw_only=True)
-class DevicesRequest:
-    """What `flatout run --devices` is asked for."""
-
-    target: Target
-    devices: int
-    options: tuple[str, ...] = ()
-    """Of `flatout run`, for each rank."""
-    deterministic: bool = False
-    variables: tuple[tuple[str, str], ...] = ()
-    """More environment variables of the ranks."""
-    grace_seconds: float = 30.0
-    """Between SIGTERM and SIGKILL."""
+QUIET = (("WANDB_MODE", "offline"), ("TORCH_CPP_LOG_LEVEL", "ERROR"))
+"""Variables of ranks that are a trial: nothing is sent to tracking services; no warning that a trial without a network
+finds no name of its own."""
 
 
 def device_count(asked: str, *, on_cpu: bool) -> tuple[int, tuple[str, ...]]:
@@ -95,26 +81,30 @@ def write_settings(settings: Settings, folder: Path, *shared: Path) -> None:
     replace(settings, shared=tuple(str(path) for path in caches)).write(folder)
 
 
-def start_ranks(request: DevicesRequest, folder: Path, command: Sequence[str] | None = None) -> int:
-    """The exit status of the job: 0 where every rank's was. command: in place of `flatout run` with the options.
+def start_ranks(
+    command: Sequence[str],
+    devices: int,
+    folder: Path,
+    *,
+    variables: Sequence[tuple[str, str]] = (),
+    grace_seconds: float = 30.0,
+) -> int:
+    """The exit status of the job: 0 where every rank's was. variables: more environment variables of the ranks;
+    grace_seconds: between SIGTERM and SIGKILL.
 
     Raises UsageError or MachineError where a rank refused to go on.
     """
     from flatout.parallel.launching.launch import launch
 
-    words = command or child_command("flatout", "run", *request.options, *request.target.command)
-    variables = environment.ranks_variables(folder)
-    if request.deterministic:
-        variables |= environment.deterministic_variables()
     status = launch(
         Launch(
-            command=tuple(words),
-            nproc_per_node=request.devices,
+            command=tuple(command),
+            nproc_per_node=devices,
             quiet=True,
             stdout_of="first",
-            grace_seconds=request.grace_seconds,
+            grace_seconds=grace_seconds,
             hang_seconds=0.0,  # an evaluation may take any time, and ranks that part say so themselves
-            variables=(*variables.items(), *request.variables),
+            variables=(*environment.ranks_variables(folder).items(), *variables),
         )
     )
     if refusal := refusal_of(folder):

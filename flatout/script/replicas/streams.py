@@ -49,7 +49,7 @@ class RandomStreams:
             yield
             return
         self._seed_gpu()
-        common = _states(python=python)
+        common = host_states(python=python)
         if missing := [name for name in common if name not in self._own]:
             self._own.update(self._fresh(missing))
         before = {name: self._own[name] for name in common}
@@ -58,7 +58,7 @@ class RandomStreams:
         try:
             yield
         finally:
-            now = _states(python=python)
+            now = host_states(python=python)
             self.drew = self.drew or not before["torch"].equal(now["torch"])
             self._own.update({name: now[name] for name in common})
             after, self._common = self._common or common, None  # `common` below may have drawn
@@ -71,12 +71,12 @@ class RandomStreams:
         if common is None:
             yield
             return
-        own = _states(python="python" in common)
+        own = host_states(python="python" in common)
         set_generators(common)
         try:
             yield
         finally:
-            self._common = {**common, **_states(python="python" in common)}
+            self._common = {**common, **host_states(python="python" in common)}
             set_generators({name: own[name] for name in own if name in common})
 
     def seed_of_workers(self, seed: int) -> int:
@@ -106,15 +106,11 @@ class RandomStreams:
             torch.cuda.manual_seed(self._gpu_seed)
 
 
-def _states(*, python: bool) -> dict[str, Any]:
-    """Of the generators on the host."""
+def host_states(*, python: bool = True) -> dict[str, Any]:
+    """Of the generators on the host: what the ranks compare, and take from the first one where they differ. python:
+    those of Python and numpy too."""
     states = generator_states() if python else torch_generator_states()
     return {name: state for name, state in states.items() if name != "cuda"}
-
-
-def common_states() -> dict[str, Any]:
-    """Of all generators on the host: what the ranks compare, and take from the first one where they differ."""
-    return _states(python=True)
 
 
 def digest(states: States) -> int:

@@ -3,20 +3,27 @@
 A loader feeds training where its iterator is made with gradients enabled, after an optimizer, and while not all models
 that the optimizers train are in evaluation mode. What looks like training and turns out to be an evaluation ends the
 run with the reason: its figures would be those of a share.
+
+The script's own sampler runs on every rank, and gives the indices of a whole batch; a rank keeps a contiguous part of
+them. Parts differ by at most one sample. Where a batch has fewer samples than there are ranks (the last one of an
+epoch), a rank without one takes the first sample all the same, with weight 0: it has to make the step too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flatout.data.order import share_of_rank
+from flatout.parameters import parameters_of
 from flatout.script.patches import Patches
 from flatout.script.replicas import agreement
-from flatout.script.replicas.refusal import UNTOUCHED, Refused
-from flatout.script.replicas.shares import NotABatch, Share, SharedOrder, digest_with, share_of
-from flatout.script.replicas.streams import common_states, digest
+from flatout.script.replicas.settings import UNTOUCHED, Refused
+from flatout.script.replicas.streams import digest, host_states
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
@@ -25,6 +32,97 @@ if TYPE_CHECKING:
     from flatout.script.replicas.replica import Replica
 
 Call = Callable[..., Any]  # one of torch's functions
+ORDER_BITS = (1 << 61) - 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of one batch."""
+
+    samples: int
+    whole: int
+    """Samples of the batch on all ranks."""
+    ranks: int
+
+    @property
+    def weight(self) -> float:
+        """By how much a mean over this rank's samples counts in the mean over the ranks, which is then that over all
+        samples: 1 where all ranks have as many."""
+        return self.samples * self.ranks / self.whole if self.whole else 1.0
+
+    @property
+    def even(self) -> bool:
+        """Do all ranks have as many samples?"""
+        return self.whole % self.ranks == 0
+
+
+class NotABatch(Exception):
+    """What a sampler gave cannot be split: says what it is."""
+
+
+def share_of(indices: Any, rank: int, ranks: int) -> tuple[Any, Share]:  # a list, or what else holds indices
+    """This rank's part of the indices, of their own type. Raises NotABatch for what has no parts."""
+    if isinstance(indices, str | bytes) or not hasattr(indices, "__len__") or not hasattr(indices, "__getitem__"):
+        raise NotABatch(f"a single index ({type(indices).__name__})")
+    try:
+        whole = len(indices)
+    except TypeError:  # a tensor without dimensions
+        raise NotABatch(f"a single index ({type(indices).__name__})") from None
+    start, stop = share_of_rank(0, whole, rank, ranks)
+    try:
+        part = indices[start:stop] if stop > start else indices[:1]
+    except (TypeError, KeyError):
+        raise NotABatch(f"a {type(indices).__name__}, which cannot be sliced") from None
+    return part, Share(stop - start, whole, ranks)
+
+
+class SharedOrder:
+    """In place of the iterator over a loader's batch sampler: the same batches, this rank's part of each.
+
+    Holds no reference to the loader's iterator, which holds it.
+    """
+
+    def __init__(
+        self,
+        order: Iterator[object],
+        draw: Callable[[Iterator[object]], object],
+        split: Callable[[object], tuple[object, Share]],
+    ) -> None:
+        """draw: the next batch's indices; split: this rank's part of them."""
+        self._order, self._draw, self._split = order, draw, split
+        self._drawn: deque[Share] = deque()
+        self.handed = 0
+        """Batches that the script has got."""
+        self.backwards_before: int | None = None
+        """Backward passes of this process before the first of them."""
+        self.ahead = False
+        """Does the script draw batches before it has trained on those it has?"""
+        self.python = True
+        """May the dataset draw from Python's or numpy's generator?"""
+
+    def __iter__(self) -> Iterator[object]:
+        return self
+
+    def __next__(self) -> object:
+        indices, share = self._split(self._draw(self._order))
+        self._drawn.append(share)
+        return indices
+
+    def hand_out(self) -> Share | None:
+        """The share of the batch that the script gets now: workers draw some batches ahead, and hand them out in
+        order."""
+        self.handed += 1
+        return self._drawn.popleft() if self._drawn else None
+
+
+def digest_with(before: int, indices: Sequence[object]) -> int:
+    """Of all indices so far and these; the same in every process (PYTHONHASHSEED is the same for all ranks)."""
+    tolist = getattr(indices, "tolist", None)
+    values = tolist() if tolist is not None else list(indices)
+    try:
+        return hash((before, *values)) & ORDER_BITS
+    except TypeError:  # lists of lists
+        return hash((before, repr(values))) & ORDER_BITS
 
 
 class TrainingData:
@@ -65,12 +163,8 @@ class TrainingData:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             trains = bool(given.get("shuffle")) or given.get("sampler") is not None
             size = given.get("batch_size", 1)
-            if (
-                self._replica.settings.batch == "per-device"
-                and trains
-                and isinstance(size, int)
-                and self._replica.here()
-            ):
+            multiplies = self._replica.settings.batch == "per-device" and self._replica.here()
+            if multiplies and trains and isinstance(size, int):
                 self.multiplied = True
                 rest = args[1:] if args else ()
                 kwargs.pop("batch_size", None)
@@ -93,9 +187,8 @@ class TrainingData:
                 order.python = type(loader.dataset).__name__ != "TensorDataset"
                 setattr(iterator, ORDER, order)
                 if original.__name__ == "__init__":
-                    setattr(
-                        iterator, WORKERS_SEED, self._replica.streams.seed_of_workers(getattr(iterator, WORKERS_SEED))
-                    )
+                    seed = self._replica.streams.seed_of_workers(getattr(iterator, WORKERS_SEED))
+                    setattr(iterator, WORKERS_SEED, seed)
                 self._orders[iterator] = order
             return result
 
@@ -103,7 +196,6 @@ class TrainingData:
 
     def _begins_training(self, loader: DataLoader[object]) -> bool:
         """Is this iterator's order to be shared? Then all ranks begin with the same random numbers."""
-        import torch
         from torch.utils.data import IterableDataset
 
         self.unshared = self._why_not_training()
@@ -129,7 +221,6 @@ class TrainingData:
                 limit="every rank has to be handed the batches in the same order",
                 remedy="leave in_order as it is",
             )
-        assert torch.is_grad_enabled()
         self._align()
         return True
 
@@ -141,12 +232,7 @@ class TrainingData:
             return "it was drawn under torch.no_grad()"
         if not self._replica.trained.optimizers:
             return "there was no optimizer yet when its iterator was made"
-        held = {
-            id(one)
-            for optimizer in self._replica.trained.optimizers
-            for g in optimizer.param_groups
-            for one in g["params"]
-        }
+        held = {id(one) for optimizer in self._replica.trained.optimizers for one in parameters_of(optimizer)}
         modes = [one.training for one in self._replica.steps.modes if any(id(p) in held for p in one.parameters())]
         return "its iterator was made while the model was in evaluation mode" if modes and not any(modes) else ""
 
@@ -156,7 +242,7 @@ class TrainingData:
         if self._replica.count == 1:
             return
         with self._replica.answering():
-            states = common_states()
+            states = host_states()
             rows = self._replica.agreement.compare(self._replica.row(agreement.DATA, given=digest(states)))
             if len({row.given for row in rows}) > 1:
                 self.realigned += 1
@@ -177,10 +263,10 @@ class TrainingData:
 
     def _split(self, indices: object) -> tuple[object, Share]:
         try:
-            part, share = share_of(indices, self._replica.rank, self._replica.count)
+            part, share = share_of(indices, self._replica.number, self._replica.count)
         except NotABatch as reason:
             raise self._replica.refusals.refuse(
-                f"the loader draws {reason.what} at a time",
+                f"the loader draws {reason} at a time",
                 limit="a rank takes its share of a batch of indices",
                 remedy="give the loader a batch_size, or a batch_sampler that yields lists of indices",
             ) from None
@@ -202,13 +288,13 @@ class TrainingData:
         return __next__
 
     def _next(self, original: Call, iterator: Any) -> object:  # Any: see above
+        if self.handed and self.plain_calls and self.on_share:  # the last shared batch was not trained on
+            raise self._evaluated("the model was called without gradients, and no backward pass followed")
         order = self._orders.get(iterator)
         if order is None:
-            self._check_evaluation()
             batch = original(iterator)
             self.on_share = False
             return batch
-        self._check_evaluation()
         if order.backwards_before is None:
             order.backwards_before = self._replica.backwards
         try:
@@ -241,11 +327,6 @@ class TrainingData:
         if self._replica.count == 1 or not isinstance(iterator, SingleProcessIterator):
             return contextlib.nullcontext()
         return self._replica.streams.own(python=order.python)
-
-    def _check_evaluation(self) -> None:
-        """Was the last shared batch evaluated rather than trained on?"""
-        if self.handed and self.plain_calls and self.on_share:
-            raise self._evaluated("the model was called without gradients, and no backward pass followed")
 
     def _evaluated(self, seen: str) -> Refused:
         return self._replica.refusals.refuse(

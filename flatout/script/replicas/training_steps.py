@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flatout.script.compile_seen import never_compiled
+from flatout.parameters import parameters_of
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import Patches
 from flatout.script.replicas import agreement
 from flatout.script.replicas.agreement import RanksDiffer, bits
-from flatout.script.replicas.refusal import UNTOUCHED, Refused
-from flatout.script.replicas.shares import Share
+from flatout.script.replicas.settings import UNTOUCHED, Refused
+from flatout.script.replicas.training_data import Call, Share
+from flatout.torch_private.compiler import never_compiled
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 WEIGHTS_EVERY = 50
 """Updates between comparisons of the ranks' weights; they are compared at the first one too."""
-Call = Callable[..., Any]  # one of torch's functions
 
 
 class TrainingSteps:
@@ -60,13 +60,6 @@ class TrainingSteps:
         patches.replace(torch.nn.Module, "__call__", self._wrap_call)
         patches.replace(torch.nn.Module, "train", self._wrap_train)
 
-    @property
-    def reads_gradients(self) -> Callable[[Tensor], Tensor | None]:
-        """In place of a parameter's own `grad`."""
-        from flatout.levers.grad_attribute import get_grad
-
-        return self._gradient_reader(get_grad)
-
     def _wrap_train(self, original: Call) -> Call:
         def train(module: nn.Module, mode: bool = True) -> object:
             if self._setting_mode or not self._replica.here():
@@ -91,13 +84,10 @@ class TrainingSteps:
             return outermost(self_, args, kwargs, grad_enabled())
 
         def outermost(module: nn.Module, args: Any, kwargs: Any, trains: bool) -> object:
+            data = self._replica.data
             try:
-                if (
-                    not trains
-                    or self._replica.count == 1
-                    or not (self._replica.data.on_share or self._replica.data.handed)
-                ):
-                    self._replica.data.plain_calls += not trains
+                if not trains or self._replica.count == 1 or not (data.on_share or data.handed):
+                    data.plain_calls += not trains
                     return original(module, *args, **kwargs)
                 self._make_same(module)
                 self._inside = True
@@ -118,9 +108,9 @@ class TrainingSteps:
         if module in self._same:
             return
         self._same.add(module)
-        from flatout.script.replicas.gradients import from_first, weights_of
+        from flatout.script.replicas.gradients import from_first
 
-        weights = [one for one in weights_of(module) if not self._is_sent(one)]
+        weights = [one for one in (*module.parameters(), *module.buffers()) if not self._is_sent(one)]
         if not weights:
             return
         self._sent.update((id(one), weakref.ref(one)) for one in weights)
@@ -202,10 +192,9 @@ class TrainingSteps:
 
     def _weight(self, roots: list[Tensor]) -> float:
         """By how much this pass counts in the mean over the ranks."""
-        if not self._replica.data.handed and not self._replica.data.on_share:
-            raise self._no_share()
-        if self._replica.data.handed:
-            shares = [share for _, share in self._replica.data.handed]
+        data = self._replica.data
+        if data.handed:
+            shares = [share for _, share in data.handed]
             if len({(share.weight, share.even) for share in shares}) > 1 and not all(one.even for one in shares):
                 raise self._replica.refusals.refuse(
                     f"batches of {' and '.join(str(one.whole) for one in shares)} samples are trained on together",
@@ -213,7 +202,7 @@ class TrainingSteps:
                     remedy="use batch sizes that the number of devices divides, and drop_last=True",
                 )
             self._share = shares[-1]
-        if self._share is None:
+        if self._share is None or not (data.handed or data.on_share):
             raise self._no_share()
         if self._replica.settings.loss == "sum":
             return float(self._replica.count) if self._share.samples else 0.0
@@ -291,7 +280,11 @@ class TrainingSteps:
 
         return __init__
 
-    def _gradient_reader(self, get_grad: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    @property
+    def reads_gradients(self) -> Callable[[Tensor], Tensor | None]:
+        """In place of a parameter's own `grad`."""
+        from flatout.levers.grad_attribute import get_grad
+
         def read(parameter: Tensor) -> Tensor | None:
             if self._dirty and not self._in_backward and not self._averaging and self._replica.here():
                 self._average()
@@ -319,8 +312,8 @@ class TrainingSteps:
     def _check_parameters(self, optimizer: Optimizer) -> None:
         import torch
 
-        every = [one for group in optimizer.param_groups for one in group["params"]]
-        if self._replica.count > 1 and not all(isinstance(one, torch.nn.Parameter) for one in every):
+        named = all(isinstance(one, torch.nn.Parameter) for one in parameters_of(optimizer))
+        if self._replica.count > 1 and not named:
             raise self._replica.refusals.refuse(
                 f"{self._replica.line()}: the optimizer trains a tensor that is not a torch.nn.Parameter",
                 limit="when a gradient is read is followed for parameters alone",

@@ -1,7 +1,7 @@
 """One trial: a user's script in its own process, isolated from the user's files, and the parent that controls it.
 
 `setup` is what all trials of a script have in common, `process` the parent's end of one, `child` the process.
-`fork_server` starts one that has loaded torch already, `started_script` one that is at the script's first step already.
+`fork_server` starts one that has loaded torch already, `StartedScript` one that is at the script's first step already.
 Settings are passed in a file, then each message is one JSON line
 (`messages`). The parent may receive, whatever it asked for:
 

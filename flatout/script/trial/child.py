@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,29 +17,28 @@ from flatout.script.preloaded import Preloaded
 from flatout.script.trial.forking import ForkPoint
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
 from flatout.script.trial.messages import Command, TrialConfig
-from flatout.script.trial.session import Session
-from flatout.script.trial.turn import Turn
+from flatout.script.trial.session import Session, Turn
 
 SCRIPT = "script"
 """The name of the script's own process among those that train."""
 
 
-def main(config_path: str) -> NoReturn:
+def main(config_path: str, *descriptors: str) -> NoReturn:
     config: TrialConfig = json.loads(Path(config_path).read_text())
-    begin(config, config["read_fd"], config["write_fd"], config["forks_fd"])
+    begin(config, [int(one) for one in descriptors])
 
 
-def begin(
-    config: TrialConfig, read_fd: int, write_fd: int, forks_fd: int | None, preloaded: Preloaded | None = None
-) -> NoReturn:
-    """preloaded: the modules in memory of a forked process; None in a new one."""
+def begin(config: TrialConfig, descriptors: Sequence[int], preloaded: Preloaded | None = None) -> NoReturn:
+    """descriptors: of the commands, of the answers, and perhaps of the socket that brings those of trials that are
+    forked from this one. preloaded: the modules in memory of a forked process; None in a new one."""
+    read_fd, write_fd, *forks = descriptors
     child = IsolatedChild(config, write_fd)
     commands = os.fdopen(read_fd, "r")
     child.isolate()
     command = config["command"]
     observer: Observer
     if command is None:
-        point = ForkPoint(child, read_fd, forks_fd)
+        point = ForkPoint(child, read_fd, forks[0] if forks else None)
         turn = Turn(Path(config["turns"]))
         observer = Session(child, config["levers"], config["choices"], commands.readline, point, turn)
     elif command["do"] in ("memory", "profile"):
@@ -62,4 +62,4 @@ def _observer_of_ranks(child: IsolatedChild, command: Command) -> Observer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

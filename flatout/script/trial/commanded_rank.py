@@ -1,5 +1,9 @@
 """A trial's process that is one of several ranks: at the end of each step it waits for a command, and all ranks get the
 same. The parent's end of all of them is `flatout.tuning.ranks.group`.
+
+Run as a module, it is one rank of a script that trains in ranks by itself (`flatout.tuning.ranks.script`). What started
+it has isolated it. A launcher's variables say which of the ranks it is; in a process that the script starts itself
+(`rank_starter`), torch.distributed says so after its first step.
 """
 
 from __future__ import annotations
@@ -13,14 +17,19 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import TextIO, TypedDict
 
+from flatout.environment import launched
+from flatout.machine.ranks import joined_rank
+from flatout.plan_choices import ChoiceValue
 from flatout.script.entry import Target, execute
+from flatout.script.process_end import call_at_end, leave_at_once
 from flatout.script.trial.isolated_child import Answer, ended_answer
 from flatout.script.trial.session import Session
 
 COMMANDS, ANSWERS = "commands-", "answers-"
 """Before the number of a rank: its pipes, in the folder of the trial."""
+SETTINGS = "ranks.json"
 
 
 class CommandedRank:
@@ -60,18 +69,16 @@ class CommandedRank:
             except Exception as error:
                 traceback.print_exc()
                 self.write({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
-                self._leave(1)
+                leave_at_once(1)
 
         return call
-
-    def leave(self) -> NoReturn:
-        """At once: all ranks are told so after the same step, so none waits in an exchange."""
-        self._leave(0)
 
     def run(self, session: Session, end: Callable[[int], int] = lambda status: status) -> int:
         """The script, to its end; the exit status of the rank. end: what this process still does, given the script's
         status, and returns the rank's."""
         status = execute(self.target, self._failed)
+        if os.getpid() != self._owner:  # a process that the script has forked
+            return status
         if self._error:
             # First, as this process is ended once another rank has learned of it and left.
             self._write_end(session, status)
@@ -98,8 +105,40 @@ class CommandedRank:
     def _failed(self, error: BaseException) -> None:
         self._error = "".join(traceback.format_exception(error))
 
-    def _leave(self, status: int) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may have closed or replaced it
-                stream.flush()
-        os._exit(status)
+
+class RankSettings(TypedDict):
+    """What all ranks are told: levers and choices as in a TrialConfig, and the script's command."""
+
+    levers: str
+    choices: list[list[ChoiceValue]]
+    target: list[str]
+
+
+def follow(folder: Path) -> None:
+    """Take commands in this process, which the script has started, or which is its own; torch has been imported."""
+    settings, target = rank_settings(folder)
+    child = CommandedRank(folder, joined_rank, target)
+    session = Session(child, settings["levers"], settings["choices"], child.read)
+    session.install_late(sys.modules["torch"])
+    call_at_end(lambda: child.end(session))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """arguments: the folder of the trial."""
+    folder = Path(arguments[0])
+    settings, target = rank_settings(folder)
+    place = launched()
+    assert place is not None
+    child = CommandedRank(folder, lambda: place[0], target)
+    session = Session(child, settings["levers"], settings["choices"], child.read)
+    session.install()
+    return child.run(session)
+
+
+def rank_settings(folder: Path) -> tuple[RankSettings, Target]:
+    settings: RankSettings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    return settings, Target.from_command(settings["target"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

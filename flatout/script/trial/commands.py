@@ -31,7 +31,6 @@ DESCRIBE_SECONDS = 300.0
 WORK_STEPS, PEAK_FACTOR, NUMERICS_FACTOR = 60, 20, 3
 """A step that is followed or recorded takes up to as long as so many."""
 
-
 COMPUTING_TIMES = 10.0
 """Times its patience: the most time that a process gets that computes, as in a long evaluation."""
 LOOKED_AT_SECONDS, COMPUTING_SHARE = 2.0, 0.25

@@ -31,14 +31,14 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn, TypedDict
+from typing import IO, Any, NoReturn
 
 from flatout.environment import trial_environment
 from flatout.script.child_command import child_command
 from flatout.script.isolation import kernel
 from flatout.script.preloaded import Groups, Preloaded, load
 from flatout.script.trial import child
-from flatout.script.trial.forked import KILLED, Forked
+from flatout.script.trial.forked import KILLED, Forked, count_threads, take_streams
 from flatout.script.trial.messages import TrialConfig
 from flatout.torch_private.compiler import DYNAMO
 
@@ -49,17 +49,8 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 MOST_PAGES_SHIFTED = 1 << 14
 _shift: list[mmap.mmap] = []
 """Held while the process lives; never written, so it takes address space but no memory."""
-MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 6
+MESSAGE_BYTES, DESCRIPTORS = 1 << 16, 6
 """Descriptors: stdin, stdout, stderr, then those for commands and answers, and perhaps the socket for forks."""
-
-
-class _Told(TypedDict, total=False):
-    """What the server sends: the first two fields once, then the others."""
-
-    obstacle: str
-    time: float
-    number: int
-    answer: int | None
 
 
 class ForkServer:
@@ -132,15 +123,15 @@ class ForkServer:
             socket.send_fds(self._connection, [json.dumps({**request, "number": self._asked}).encode()], given)
             while (told := self._received()) is not None:
                 if told["number"] == self._asked:  # Ctrl-C may have left an earlier one unread
-                    return told["answer"]
+                    answer: int | None = told["answer"]
+                    return answer
         except OSError:
             pass
         return otherwise
 
-    def _received(self) -> _Told | None:
+    def _received(self) -> Any:  # JSON; None: it has ended
         message = self._connection.recv(MESSAGE_BYTES)
-        told: _Told | None = json.loads(message) if message else None
-        return told
+        return json.loads(message) if message else None
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
@@ -151,7 +142,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
     obstacle, groups = "", {}
     try:
         groups = dict(load(MODULES[:1]))
-        threads = _threads()
+        threads = count_threads()
         groups |= load(MODULES[1:])
         obstacle = _obstacle(threads)
     except Exception as error:
@@ -160,13 +151,9 @@ def main(descriptor: int, parent: int) -> NoReturn:
     _serve(connection, groups)
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def _obstacle(threads: int) -> str:
     """Why this process must not be forked; '' if it may. threads: of numpy's BLAS, which survives a fork."""
-    if _threads() > threads:
+    if count_threads() > threads:
         return "importing torch starts threads here"
     if _gpu_was_touched():
         return "importing torch starts the GPU's driver here"
@@ -206,14 +193,13 @@ def _become_trial(config: str, folder: str, given: list[int], groups: Groups) ->
     try:
         os.setsid()
         os.chdir(folder)
-        for number, stream in enumerate(given[:STREAMS]):
-            os.dup2(stream, number)
-            os.close(stream)
+        descriptors = take_streams(given)
         _shift_addresses()
         gc.collect()  # it copies pages shared with the server: better now than in the script's first steps
         settings: TrialConfig = json.loads(Path(config).read_text())
-        commands, answers, *forks = given[STREAMS:]
-        child.begin(settings, commands, answers, forks[0] if forks else None, Preloaded(groups))
+        child.begin(settings, descriptors, Preloaded(groups))
+    except SystemExit:  # of a process that the script has forked
+        raise
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

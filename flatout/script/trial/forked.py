@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from flatout.errors import TrialError
@@ -16,8 +16,22 @@ if TYPE_CHECKING:
     from flatout.script.trial.process import TrialProcess
 
 POLL_SECONDS = 0.002
+STREAMS = 3
+"""stdin, stdout and stderr."""
 KILLED = -9
 """SIGKILL, which the signal module lacks on Windows."""
+
+
+def take_streams(given: Sequence[int]) -> Sequence[int]:
+    """In a process that was forked: its streams from here on are the first of these descriptors; returns the others."""
+    for number, stream in enumerate(given[:STREAMS]):
+        os.dup2(stream, number)
+        os.close(stream)
+    return given[STREAMS:]
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 class Polled:
@@ -65,13 +79,14 @@ class ForkOfTrial(Polled):
 
     def _asked(self) -> int | None:
         try:
-            return self._parent.exit_code_of(self._number)
+            code: int | None = self._parent.ask_of_fork("poll", self._number)["code"]
         except TrialError:  # it has ended, and what was forked from it with it
             return KILLED
+        return code
 
     def end(self) -> None:
         """Returns when it has ended."""
         if self.poll() is None:
             with contextlib.suppress(TrialError):
-                self._parent.kill(self._number)
+                self._parent.ask_of_fork("kill", self._number)
         self.wait()

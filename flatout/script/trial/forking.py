@@ -34,15 +34,15 @@ from flatout.machine.detect import available_memory_bytes
 from flatout.machine.process_memory import resident_bytes
 from flatout.replaced import replaced
 from flatout.script.isolation import kernel, note_writes, redirect_temporary_files
-from flatout.script.trial.forked import POLL_SECONDS
+from flatout.script.process_end import flush_streams
+from flatout.script.trial.forked import POLL_SECONDS, STREAMS, count_threads, take_streams
 from flatout.units import format_bytes
 
 if TYPE_CHECKING:
     from flatout.script.trial.isolated_child import IsolatedChild
 
-DESCRIPTORS = 5
-"""Of a new trial: stdin, stdout, stderr, then those for commands and answers."""
-STREAMS = 3
+DESCRIPTORS = STREAMS + 2
+"""Of a new trial: its streams, then those for commands and answers."""
 OPENMP = re.compile(r"/\S*/lib(?:g|i)?omp5?[^/\s]*\.so\S*")
 PAUSE_HARD = 2
 """omp_pause_hard of OpenMP 5.0: its threads end."""
@@ -84,9 +84,7 @@ class ForkPoint:
         assert self._socket is not None
         _, given, _, _ = socket.recv_fds(self._socket, 1, DESCRIPTORS)
         _end_openmp_threads()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may have closed or replaced it
-                stream.flush()
+        flush_streams()
         forked, state = os.getpid(), random.getstate()
         pid = os.fork()
         if not pid:
@@ -119,10 +117,7 @@ class ForkPoint:
         assert self._socket is not None
         self._socket.close()
         self._socket = None
-        for number, stream in enumerate(given[:STREAMS]):
-            os.dup2(stream, number)
-            os.close(stream)
-        commands, answers = given[STREAMS:]
+        commands, answers = take_streams(given)
         os.close(self._commands)
         self._commands = commands
         self._child.become(answers)
@@ -140,9 +135,9 @@ class ForkPoint:
 
     def _noting_threads(self, original: Callable[[int], None]) -> Callable[[int], None]:
         def set_num_threads(count: int) -> None:
-            before = _count_threads()
+            before = count_threads()
             original(count)
-            self._pool_threads += max(0, _count_threads() - before)
+            self._pool_threads += max(0, count_threads() - before)
 
         return set_num_threads
 
@@ -158,9 +153,9 @@ class ForkPoint:
             os._exit(0)
         os.waitpid(pid, 0)
         until = time.monotonic() + ENDING_SECONDS
-        while _count_threads() > 1 + self._pool_threads and time.monotonic() < until:
+        while count_threads() > 1 + self._pool_threads and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        known = _count_threads() == 1 + self._pool_threads
+        known = count_threads() == 1 + self._pool_threads
         return "" if known else "it has threads that Python does not know"
 
     def _note(self, write: str) -> None:
@@ -259,10 +254,6 @@ def _reopen(number: int) -> None:
     os.lseek(opened, position, os.SEEK_SET)
     os.dup2(opened, number, os.get_inheritable(number))
     os.close(opened)
-
-
-def _count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def _end_openmp_threads() -> None:

@@ -9,11 +9,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +24,12 @@ from flatout.errors import FlatoutError
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.patches import ImportWatch
+from flatout.script.process_end import exit_now, flush_streams
 from flatout.script.trial.messages import TrialConfig
 
 if TYPE_CHECKING:
     from flatout.script.watch import Watch
 
-_leave = os._exit
 INTERRUPTED = 128 + signal.SIGINT
 MOST_ERROR_CHARACTERS = 8000
 
@@ -78,17 +76,18 @@ class IsolatedChild:
     """One such process, from its first line on."""
 
     isolation: Isolation
+    torch_hooks: Sequence[Callable[[ModuleType], object]] = (guard_torch,)
+    """What the isolation needs to do as soon as torch is imported."""
 
     def __init__(self, config: TrialConfig, write_fd: int) -> None:
         kernel.die_with_parent(signal.SIGKILL)
         if os.getppid() != config["parent"]:
-            _leave(1)  # the parent was killed while this process was being started
+            exit_now(1)  # the parent was killed while this process was being started
         self._config = config
         self._answers = os.fdopen(write_fd, "w")
         self._pid = os.getpid()
         """The script's process; others end without an answer, such as a loader's workers."""
-        given = config["target"]
-        self.target = Target(path=given["path"], module=given["module"], arguments=tuple(given["arguments"]))
+        self.target = Target.from_command(config["target"])
         self._error, self._note = "", ""
         """The script's own traceback where it failed, and what about the trial may have made it fail."""
 
@@ -116,14 +115,9 @@ class IsolatedChild:
 
     def finish(self, answer: Answer) -> NoReturn:
         """Write the last answer and exit at once, without any exit handlers."""
-        _flush()  # whoever gets the answer may read the log
+        flush_streams()  # whoever gets the answer may read the log
         self.write(answer)
-        _leave(0)
-
-    def leave(self) -> NoReturn:
-        """Exit at once without an answer, as none is expected."""
-        _flush()
-        _leave(0)
+        exit_now(0)
 
     def isolate(self) -> None:
         """Ends the process where isolation is refused, and at the script's first write where it may not write at
@@ -141,11 +135,6 @@ class IsolatedChild:
         except OSError as error:
             self.finish({"event": "refused", "reason": f"a trial cannot be kept from your files: {error}"})
         self.write({"event": "isolated", **asdict(self.isolation)})
-
-    @property
-    def torch_hooks(self) -> list[Callable[[ModuleType], object]]:
-        """What the isolation needs to do as soon as torch is imported."""
-        return [guard_torch] if self.isolation.mode == "guard" else []
 
     def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
         """Call them, and those of the isolation, as soon as the script has imported torch."""
@@ -174,7 +163,7 @@ class IsolatedChild:
 
         def left_at_once(status: int) -> NoReturn:
             if os.getpid() != self._pid:
-                _leave(status)
+                exit_now(status)
             self._ended(observer, status & 255)
 
         observer.install()
@@ -188,6 +177,8 @@ class IsolatedChild:
         self._ended(observer, status)
 
     def _ended(self, observer: Observer, status: int) -> NoReturn:
+        if os.getpid() != self._pid:  # a process that the script has forked ends as under Python, and answers nobody
+            raise SystemExit(status)
         try:
             found = observer.ended()
         except Exception as error:
@@ -205,9 +196,3 @@ class IsolatedChild:
     def _fault(self, error: Exception) -> NoReturn:
         traceback.print_exc()
         self.finish({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may have closed or replaced it
-            stream.flush()

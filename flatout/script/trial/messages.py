@@ -7,14 +7,6 @@ from typing import Any, Literal, TypedDict
 from flatout.plan_choices import ChoiceValue
 
 
-class TargetSettings(TypedDict):
-    """A Target."""
-
-    path: str | None
-    module: str | None
-    arguments: list[str]
-
-
 class Command(TypedDict, total=False):
     """One command; each uses some of these fields."""
 
@@ -46,7 +38,8 @@ class Command(TypedDict, total=False):
 class TrialConfig(TypedDict):
     """The settings of one process, in a file written by its parent."""
 
-    target: TargetSettings
+    target: list[str]
+    """The script's command."""
     scratch: str
     shared: list[str]
     turns: str
@@ -59,12 +52,6 @@ class TrialConfig(TypedDict):
     """Where they are declared: 'package.module:NAME'."""
     choices: list[list[ChoiceValue]]
     """Those that are on from the start."""
-    read_fd: int
-    """Of the commands."""
-    write_fd: int
-    """Of the answers."""
-    forks_fd: int | None
-    """Of the socket that brings descriptors for trials that are forked from this one; None: it is not forked."""
     command: Command | None
     """One that applies from the script's first line."""
 

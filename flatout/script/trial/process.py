@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
 import psutil
 
@@ -36,16 +36,9 @@ from flatout.levers.lever import Choice
 from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.script.child_command import child_command
 from flatout.script.isolation import cleanup
-from flatout.script.trial.answers import (
-    TrialDied,
-    TrialEnded,
-    TrialFault,
-    TrialHangs,
-    TrialSettled,
-    TrialStopped,
-)
+from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled, TrialStopped
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, Patience, as_json
-from flatout.script.trial.forked import KILLED, ForkOfTrial
+from flatout.script.trial.forked import KILLED, Forked, ForkOfTrial
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent
 
@@ -64,13 +57,6 @@ END_SECONDS = 10.0
 """Timeout of a trial's end: the kernel has to end every process in it."""
 
 
-def refuse_in_ranks() -> None:
-    """A trial has a network of its own: the other ranks would wait for it, and it for them."""
-    here = launched()
-    if here is not None and here[1] > 1:
-        raise in_ranks()
-
-
 def in_ranks() -> UsageError:
     """What to raise in a process that a launcher has started."""
     here = launched() or (0, 1)
@@ -83,25 +69,13 @@ def in_ranks() -> UsageError:
     )
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that the parent of a trial uses."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, number: int, /) -> None: ...
-
-
 class TrialProcess(CommandedTrial):
     """One child."""
 
     def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
         super().__init__(setup, choices, label=label)
         self.step_kind = ""
-        self._process: Process | ForkOfTrial | None = None
+        self._process: subprocess.Popen[bytes] | Forked | ForkOfTrial | None = None
         self._forks: socket.socket | None = None
         """Where it may be forked: brings it the descriptors of those processes."""
         self._parent: TrialProcess | None = None
@@ -167,7 +141,8 @@ class TrialProcess(CommandedTrial):
     def spawn(self, command: Command | None = None) -> None:
         """Start the script without waiting, so that several may start at once; `start` must follow, unless there is a
         command that applies from its first line. UsageError in one of several ranks."""
-        refuse_in_ranks()
+        if (launched() or (0, 1))[1] > 1:
+            raise in_ranks()
         environment = self.setup.environment_of(self.choices)
         started = None if environment or command is not None else self.setup.started
         self._parent = None if started is None else started.process(self.choices)
@@ -201,11 +176,10 @@ class TrialProcess(CommandedTrial):
     ) -> None:
         """Forked by the server where that is possible. given: what to pass beside the streams; to be closed here."""
         config = self._folder / "config.json"
-        settings = self._config(given[0], given[1], command)
+        settings = self._config(command)
         if may_be_forked:
             self._forks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             given.append(theirs.detach())
-            settings["forks_fd"] = given[-1]
         server = None if environment else self.setup.fork_server
         if server is not None and server.is_ready():
             config.write_text(json.dumps({**settings, "parent": server.pid}))
@@ -216,7 +190,7 @@ class TrialProcess(CommandedTrial):
             self._spawned_at, self._loaded_seconds = time.perf_counter(), 0.0
             stdin, log, errors = streams
             self._process = subprocess.Popen(
-                child_command("flatout.script.trial.child", str(config)),
+                child_command("flatout.script.trial.child", str(config), *map(str, given)),
                 stdin=stdin,
                 stdout=log,
                 stderr=errors,
@@ -304,22 +278,15 @@ class TrialProcess(CommandedTrial):
         answer = self._ask({"do": "fork", "levers": as_json(choices)}, FORK_SECONDS)
         return ForkOfTrial(self, answer["pid"])
 
-    def _ask_of_fork(self, do: str, number: int) -> Any:  # JSON
+    def ask_of_fork(self, do: Literal["poll", "kill"], number: int) -> Any:  # JSON
+        """Of one that was forked from it, and ends with it. Raises TrialError where this process has ended."""
+        if self._process is None:
+            raise TrialDied(KILLED)
         command: Command = {"do": do, "pid": number}
         answer = self._ask(command, FORK_SECONDS)
         while (answer["event"], answer.get("pid")) != (do, number):  # Ctrl-C may have left an earlier one unread
             answer = self._answer(FORK_SECONDS)
         return answer
-
-    def exit_code_of(self, number: int) -> int | None:
-        """Of one that was forked from it, and ends with it; None while that runs."""
-        if self._process is None:
-            return KILLED
-        code: int | None = self._ask_of_fork("poll", number)["code"]
-        return code
-
-    def kill(self, number: int) -> None:
-        self._ask_of_fork("kill", number)
 
     def operators(self, choices: Sequence[Choice]) -> StepOperators:
         """Of one step under these levers, which takes several times as long."""
@@ -343,8 +310,9 @@ class TrialProcess(CommandedTrial):
         else:
             _end(self._process)
         self._close_descriptors()
-        cleanup(self._folder / "scratch")
         self._process = None
+        with contextlib.suppress(TrialError):  # the owner of the work folder tries again: the result counts for more
+            cleanup(self._folder / "scratch")
 
     def _close_descriptors(self) -> None:
         if self._forks is not None:
@@ -357,11 +325,10 @@ class TrialProcess(CommandedTrial):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
 
-    def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
+    def _config(self, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()
-        target = self.setup.target
         return {
-            "target": {"path": target.path, "module": target.module, "arguments": list(target.arguments)},
+            "target": self.setup.target.command,
             "scratch": str(self._folder / "scratch"),
             "shared": [str(path) for path in self.setup.written],
             "turns": str(self.setup.shared_folder),
@@ -370,9 +337,6 @@ class TrialProcess(CommandedTrial):
             "parent": os.getpid(),
             "levers": self.setup.levers,
             "choices": as_json(self.choices),
-            "read_fd": read_fd,
-            "write_fd": write_fd,
-            "forks_fd": None,
             "command": command,
         }
 
@@ -456,7 +420,7 @@ def cpu_seconds(process_id: int) -> float:
         return 0.0
 
 
-def _end(process: Process) -> None:
+def _end(process: subprocess.Popen[bytes] | Forked) -> None:
     """Returns when it has ended. It runs in its own session, and has split itself (isolation.processes): the parent
     sees the process that waits outside, which on SIGTERM first ends all the others."""
     if process.poll() is None:

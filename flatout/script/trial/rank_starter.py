@@ -1,10 +1,11 @@
 """The process of a script that starts the ranks itself: `flatout.tuning.ranks.script`. They, and this process where it
-trains too, take commands (`rank_child.follow`); it says how it ended.
+trains too, take commands (`commanded_rank.follow`); it says how it ended.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from flatout.script.entry import execute
 from flatout.script.following import follow_children, follow_here
+from flatout.script.trial.commanded_rank import rank_settings
 from flatout.script.trial.isolated_child import ended_answer
-from flatout.script.trial.rank_child import rank_settings
 from flatout.whole_files import written_whole
 
 END = "script-end.json"
@@ -27,7 +28,10 @@ def main(arguments: Sequence[str]) -> int:
     follow_children(folder)
     follow_here(folder)
     errors: list[str] = []
+    own = os.getpid()
     status = execute(target, lambda error: errors.append("".join(traceback.format_exception(error))))
+    if os.getpid() != own:  # a process that the script has forked
+        return status
     with written_whole(folder / END, durable=False) as temporary:
         temporary.write_text(json.dumps(ended_answer(status, "".join(errors))), encoding="utf-8")
     return status

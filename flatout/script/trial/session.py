@@ -3,6 +3,10 @@
 The script runs until its first recognized step boundary and then waits for commands (listed in the package). Time spent
 waiting for the parent belongs to no window, so windows of several levers, or of several processes, can be interleaved.
 Between commands the script does not run: its next step starts on command.
+
+Only one of a search's trials runs steps at a time (`Turn`); others load, or wait. Two that start at once reach their
+first steps at once, and with as many threads each as there are cores, threads that wait for the other half of a
+parallel loop keep a core that this half needs: on 2 cores, steps of 28 ms took seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, Protocol
+from typing import IO, TYPE_CHECKING
 
 from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
@@ -28,37 +33,46 @@ from flatout.plan_choices import ChoiceValue
 from flatout.script.batch_count import BatchCount
 from flatout.script.describe import NOT_AS_NOW, allows_tf32, observe
 from flatout.script.device_calls import device_name, device_of
-from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
+from flatout.script.process_end import leave_at_once
 from flatout.script.seeds import TrialSeeds
-from flatout.script.step_memory import StepMemory
+from flatout.script.step_memory import MemorySample, follow_memory
 from flatout.script.trial.answers import most_of
 from flatout.script.trial.forking import ForkPoint
-from flatout.script.trial.isolated_child import Answer
+from flatout.script.trial.isolated_child import Answer, IsolatedChild
 from flatout.script.trial.messages import Command
-from flatout.script.trial.turn import Turn
 from flatout.script.watch import Watch
+
+if TYPE_CHECKING:
+    from flatout.script.trial.commanded_rank import CommandedRank
 
 STEPPING = frozenset(("window", "breakdown", "work", "operators", "peak", "numerics"))
 """Commands for which steps are run."""
 
 
-class Child(Protocol):
-    """The process that runs the script, isolated, and answers its parent."""
+class Turn:
+    """One process's turn to run steps. The kernel takes it from a process that ends. folder: shared by the trials."""
 
-    @property
-    def target(self) -> Target: ...
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "turn"
+        self._file: IO[bytes] | None = None
+        """Open while it has the turn."""
 
-    @property
-    def torch_hooks(self) -> Sequence[Callable[[ModuleType], object]]:
-        """What the isolation needs to do as soon as torch is imported."""
+    def take(self) -> None:
+        """Waits until no other trial has it; nothing changes where it has it already."""
+        import fcntl  # Windows lacks it, and must be able to import this file
 
-    def write(self, answer: Answer) -> None: ...
+        if self._file is None:
+            self._file = open(self._path, "ab")  # noqa: SIM115 - closed by `leave`
+            fcntl.flock(self._file, fcntl.LOCK_EX)
 
-    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `callback` so that an error of ours does not look like the script's."""
+    def leave(self) -> None:
+        import fcntl
 
-    def leave(self) -> NoReturn: ...
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a loader's workers may have it open too
+            self._file.close()
+            self._file = None
 
 
 class Session:
@@ -66,7 +80,7 @@ class Session:
 
     def __init__(
         self,
-        child: Child,
+        child: IsolatedChild | CommandedRank,
         levers: str,
         choices: Sequence[Sequence[ChoiceValue]],
         read: Callable[[], str],
@@ -158,11 +172,11 @@ class Session:
             "operators": self._operators,
             "peak": self._peak,
             "numerics": self._numerics,
-            "forkable": self._forkable,
+            "forkable": self._of_forks,
             "fork": self._fork,
-            "poll": self._poll,
-            "kill": self._kill,
-            "stop": lambda command: self._child.leave(),
+            "poll": self._of_forks,
+            "kill": self._of_forks,
+            "stop": lambda command: leave_at_once(0),  # all ranks, after the same step: none waits for another
         }[command["do"]]
         return start(command)
 
@@ -216,11 +230,7 @@ class Session:
             if len(self.watch.rows or ()) < command["steps"]:
                 return False
             rows = self.watch.close_window()
-            observed = observe(
-                self.watch,
-                threads_at_start=self._threads_at_start,
-                rows=rows,
-            )
+            observed = observe(self.watch, threads_at_start=self._threads_at_start, rows=rows)
             self._write(
                 {
                     "event": "breakdown",
@@ -286,18 +296,18 @@ class Session:
         assert self._device is not None
         device, subject = self._device, self.watch.subject
         self.applied.set(self._choices(command))
-        followed = StepMemory(subject)
+        finish: Callable[[int], MemorySample | None] | None = None
         peaks: list[int | None] = []
-        steps = itertools.count()
 
         def boundary() -> bool:
-            if next(steps) == 0:
+            nonlocal finish
+            if finish is None:
                 device.reset_peak()
             else:
-                sample = followed.end(self.watch.steps)
+                sample = finish(self.watch.steps)
                 peaks.append(sample.peak_bytes if sample is not None else None)
             if len(peaks) < command["steps"]:
-                followed.begin(device_name(subject))
+                finish = follow_memory(subject, device_name(subject))
                 return False
             peak = most_of(peaks) if device.kind == "cpu" else device.memory_peak_bytes()
             self._write({"event": "peak", "peak_bytes": peak, "incidents": subject.incidents, **self._state()})
@@ -323,9 +333,16 @@ class Session:
 
     # of a process from which trials are forked
 
-    def _forkable(self, command: Command) -> None:
-        assert self._point is not None
-        self._write({"event": "forkable", "obstacle": self._point.obstacle()})
+    def _of_forks(self, command: Command) -> None:
+        point, do, pid = self._point, command["do"], command.get("pid", 0)
+        assert point is not None
+        if do == "forkable":
+            self._write({"event": do, "obstacle": point.obstacle()})
+        elif do == "poll":
+            self._write({"event": do, "pid": pid, "code": point.poll(pid)})
+        else:
+            point.kill(pid)
+            self._write({"event": do, "pid": pid})
 
     def _fork(self, command: Command) -> None:
         """In the new process: go on with choices and commands of its own."""
@@ -337,15 +354,6 @@ class Session:
             self._start_choices = self._choices_of(command)
             self.applied.set(self._start_choices)
             self._write_ready()
-
-    def _poll(self, command: Command) -> None:
-        assert self._point is not None
-        self._write({"event": "poll", "pid": command["pid"], "code": self._point.poll(command["pid"])})
-
-    def _kill(self, command: Command) -> None:
-        assert self._point is not None
-        self._point.kill(command["pid"])
-        self._write({"event": "kill", "pid": command["pid"]})
 
     def _state(self) -> dict[str, object]:
         return {

@@ -8,12 +8,13 @@ several groups of new processes, and then proved: it trains as one device. What 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from flatout.decoding import decode
 from flatout.errors import FlatoutError
-from flatout.levers.lever import split_by_switch
+from flatout.levers.lever import Choice, split_by_switch
 from flatout.machine.description import Machine
 from flatout.script.replicas.settings import Settings
 from flatout.script.trial.answers import TrialEnded
@@ -21,26 +22,26 @@ from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import stopped_by_interrupt
 from flatout.timing import LoadWatch
-from flatout.tuning.devices.basis import RANKS_START, Basis
-from flatout.tuning.devices.found import DevicesTrial, DevicesTuned, Exchange, Outcome, Predicted
-from flatout.tuning.devices.measuring import predictions
-from flatout.tuning.devices.proving import LEAST_STEPS, proof_seconds, proof_steps, proved
-from flatout.tuning.devices.ranks_trial import RanksRefused
-from flatout.tuning.devices.sides import OneAndSeveral, for_ranks
-from flatout.tuning.devices_proof import DevicesProof
-from flatout.tuning.few_steps import compare_whole_runs
+from flatout.tuning.devices.found import DevicesTrial, DevicesTuned, Exchange, Predicted
+from flatout.tuning.devices.prediction import predictions
+from flatout.tuning.devices.ranks_trial import RANKS_START, Basis, OneAndSeveral, RanksRefused, for_ranks
+from flatout.tuning.devices_proof import STEPS, DevicesProof
 from flatout.tuning.last_comparison import compare_afresh, not_confirmed, one_pair_of_processes
 from flatout.tuning.outcome import Found
 from flatout.tuning.short_budget import LEAST_INCREASE
 from flatout.tuning.verifier import busy
-from flatout.tuning.windows import Pairing, compare_arms
-from flatout.units import format_seconds
+from flatout.tuning.windows import Pairing, compare_arms, compare_whole_runs
+from flatout.units import counted, format_seconds
 
 DEVICES_SHARE = 0.35
 """Of the budget, for all of this."""
 TRIAL_SHARE, LEAST_TRIAL_SECONDS = 0.25, 4.0
 """Of the time that is left, for the windows of one trial; most are decided long before."""
 STOPPED = "the search was stopped"
+PROOF_SHARE, LEAST_STEPS = 0.4, 12
+"""Of the time that is left, for the proof; and its fewest steps."""
+PROOF_RUNS, PROOF_TIMES = 3, 1.5
+"""Its runs on one device, and how many times as long as a plain step one of it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,43 +61,31 @@ def choose_devices(
     progress: Callable[[str], None],
 ) -> DevicesTuned:
     """found: of the tune on one device. Changes none of the user's files; raises nothing that a trial raises."""
-    began = deadline.elapsed_seconds
-    choosing = _Choosing(found, setup, machine, asked, deadline, progress)
-    load = LoadWatch()
+    final, state = found.final, found.state
+    planned = final.candidate_seconds if final is not None and state.kept else None
+    own = deadline.reserving(0.0)
+    basis = Basis(
+        state=state,
+        setup=replace(setup.in_new_processes(), deadline=own),
+        machine=machine,
+        settings=asked.settings,
+        step_seconds=planned or state.observed.step_seconds or 0.01,
+        deadline=own,
+        progress=progress,
+    )
+    choosing, load = _Choosing(basis, asked.most), LoadWatch()
     with stopped_by_interrupt(choosing.stop, progress), deadline.stage("choosing the number of devices"):
         result = choosing.run()
-    warnings = tuple(busy(load, "the comparison of devices"))
-    return replace(result, seconds=deadline.elapsed_seconds - began, warnings=warnings)
+    return replace(result, warnings=tuple(busy(load, "the comparison of devices")))
 
 
 class _Choosing:
     """One such choice."""
 
-    def __init__(
-        self,
-        found: Found,
-        setup: TrialSetup,
-        machine: Machine,
-        asked: DevicesAsked,
-        deadline: Deadline,
-        progress: Callable[[str], None],
-    ) -> None:
-        self._began = deadline.elapsed_seconds
-        self._most = asked.most
-        own = deadline.reserving(0.0)
-        final, state = found.final, found.state
-        planned = final.candidate_seconds if final is not None and state.kept else None
-        self._basis = Basis(
-            state=state,
-            setup=replace(setup.in_new_processes(), deadline=own),
-            machine=machine,
-            settings=asked.settings,
-            step_seconds=planned or state.observed.step_seconds or 0.01,
-            deadline=own,
-            progress=progress,
-        )
-        self._deadline = own
-        self._in_ranks, self._left_out = for_ranks(state.kept, on_cpu=self._basis.on_cpu)
+    def __init__(self, basis: Basis, most: int) -> None:
+        self._basis, self._most, self._deadline = basis, most, basis.deadline
+        self._began = basis.deadline.elapsed_seconds
+        self._in_ranks, self._left_out = for_ranks(basis.kept, on_cpu=basis.on_cpu)
         self._trials: dict[int, DevicesTrial] = {}
         self._exchange: Exchange | None = None
 
@@ -111,7 +100,8 @@ class _Choosing:
         with contextlib.suppress(BudgetSpent):
             self._exchange, found = predictions(self._basis, candidates)
             for devices in [one.devices for one in found] or candidates:
-                self._try(devices, next((one for one in found if one.devices == devices), None))
+                promised = next((one for one in found if one.devices == devices), None)
+                self._trials[devices] = self._tried(devices, promised)
         for devices in candidates:
             if devices not in self._trials:
                 self._trials[devices] = self._not_reached(devices, None)
@@ -128,7 +118,7 @@ class _Choosing:
         found = []
         for devices in range(2, self._most + 1):
             if size is not None and size < devices:
-                why = f"batches of {size} sample{'s' * (size != 1)}, and each device takes at least one"
+                why = f"batches of {counted(size, 'sample')}, and each device takes at least one"
                 self._trials[devices] = DevicesTrial(devices=devices, outcome="refused", reason=why)
             else:
                 found.append(devices)
@@ -136,28 +126,20 @@ class _Choosing:
 
     # trials
 
-    def _try(self, devices: int, promised: Predicted | None) -> None:
+    def _tried(self, devices: int, promised: Predicted | None) -> DevicesTrial:
         best = max((one.comparison.ratio for one in self._trials.values() if one.comparison), default=None)
         if best is not None and promised is not None and promised.most < max(1.0, best):
             why = f"predicted to be at most x{promised.most:.2f}, and x{best:.2f} was measured"
-            self._trials[devices] = DevicesTrial(devices=devices, outcome="not tried", reason=why, predicted=promised)
-            return
+            return DevicesTrial(devices=devices, outcome="not tried", reason=why, predicted=promised)
         in_time = self._basis.has_time_for(self._needed_seconds)
         if not in_time and not self._basis.has_time_for(RANKS_START * self._basis.start_seconds):
-            self._trials[devices] = self._not_reached(devices, promised)
-            return
-        if (refused := self._refused_alike()) is not None:
-            self._trials[devices] = replace(refused, devices=devices, predicted=promised, cost_seconds=0.0)
-            return
+            return self._not_reached(devices, promised)
+        if (alike := self._refused_alike()) is not None:
+            return replace(alike, devices=devices, predicted=promised, cost_seconds=0.0)
         self._basis.progress(f"trying {devices} devices")
         began = self._deadline.elapsed_seconds
-        trial = DevicesTrial(
-            devices=devices,
-            outcome="dropped",
-            reason="",
-            predicted=promised,
-            levers=tuple(choice.label for choice in self._in_ranks),
-        )
+        labels = tuple(choice.label for choice in self._in_ranks)
+        trial = DevicesTrial(devices=devices, outcome="dropped", reason="", predicted=promised, levers=labels)
         try:
             if in_time:
                 trial = _judged(trial, self._timed(devices))
@@ -167,8 +149,9 @@ class _Choosing:
         except BudgetSpent:
             raise
         except FlatoutError as error:  # also of a machine that lacks something for it
-            trial = replace(trial, outcome=_outcome_of(error), reason=_reason_of(error))
-        self._trials[devices] = replace(trial, cost_seconds=self._deadline.elapsed_seconds - began)
+            refused = isinstance(error, RanksRefused)
+            trial = replace(trial, outcome="refused" if refused else "failed", reason=_reason_of(error))
+        return replace(trial, cost_seconds=self._deadline.elapsed_seconds - began)
 
     @property
     def _needed_seconds(self) -> float:
@@ -197,14 +180,7 @@ class _Choosing:
         return pairing
 
     def _sides(self, devices: int) -> OneAndSeveral:
-        return OneAndSeveral(
-            setup=self._basis.setup,
-            settings=self._basis.settings,
-            devices=devices,
-            kept=self._basis.kept,
-            in_ranks=self._in_ranks,
-            step_seconds=self._basis.step_seconds,
-        )
+        return OneAndSeveral(basis=self._basis, devices=devices, in_ranks=self._in_ranks)
 
     # what is chosen
 
@@ -299,6 +275,7 @@ class _Choosing:
             left_out=self._left_out if chosen > 1 else None,
             enough_seconds=self._enough_seconds(),
             proof=proof,
+            seconds=self._deadline.elapsed_seconds - self._began,
         )
 
     def _enough_seconds(self) -> float | None:
@@ -319,22 +296,47 @@ class _Choosing:
 
 def _judged(trial: DevicesTrial, pairing: Pairing) -> DevicesTrial:
     found = pairing.comparison
-    reasons = {"faster": "faster", "slower": "slower"}
     return replace(
         trial,
         outcome="kept" if found.verdict == "faster" else "dropped",
-        reason=reasons.get(found.verdict, f"not significant: {found.reason}"),
+        reason=": ".join(filter(None, [found.verdict, found.reason])),
         comparison=found,
         baseline_seconds=pairing.baseline_seconds,
         candidate_seconds=pairing.candidate_seconds,
     )
 
 
-def _outcome_of(error: FlatoutError) -> Outcome:
-    return "refused" if isinstance(error, RanksRefused) else "failed"
-
-
 def _reason_of(error: FlatoutError) -> str:
     if isinstance(error, TrialEnded) and error.status:
         return f"the script failed{' on ' * bool(error.note)}{error.note}: {error.headline or f'code {error.status}'}"
     return str(error)
+
+
+# the proof
+
+
+def proof_seconds(basis: Basis, steps: int) -> float:
+    starts = (PROOF_RUNS + RANKS_START) * basis.start_seconds
+    return starts + (PROOF_RUNS + 1) * PROOF_TIMES * steps * basis.step_seconds
+
+
+def proof_steps(basis: Basis) -> int:
+    """As many as time allows."""
+    available = PROOF_SHARE * basis.deadline.seconds_left
+    fixed, each = proof_seconds(basis, 0), proof_seconds(basis, 1) - proof_seconds(basis, 0)
+    return max(LEAST_STEPS, min(STEPS, int((available - fixed) / each)))
+
+
+def proved(basis: Basis, devices: int, in_ranks: Sequence[Choice]) -> DevicesProof | str:
+    """The proof, under these levers on one device and in each rank; or why there is none. Raises BudgetSpent where it
+    is not wanted any more."""
+    steps = proof_steps(basis)
+    basis.progress(f"proving that {devices} devices train as one, over {steps} steps")
+    choices = tuple(tuple(choice.to_json()) for choice in in_ranks)
+    settings = replace(basis.settings, levers=basis.setup.levers, choices=choices)
+    try:
+        return decode(DevicesProof, basis.result_of("proof", devices, settings, steps))
+    except BudgetSpent:
+        raise
+    except FlatoutError as error:
+        return f"not proved: {error}"

@@ -102,20 +102,12 @@ class DevicesTuned:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "most": self.most,
-            "kind": self.kind,
-            "chosen": self.chosen,
-            "reason": self.reason,
+            **asdict(self),
             "trials": [one.to_json() for one in self.trials],
-            "exchange": None if self.exchange is None else asdict(self.exchange),
             "comparison": None if self.comparison is None else self.comparison.to_json(),
-            "baseline_seconds": self.baseline_seconds,
-            "candidate_seconds": self.candidate_seconds,
             "left_out": dict(self.left_out or {}),
             "proof": None if self.proof is None else self.proof.to_json(),
-            "enough_seconds": self.enough_seconds,
             "warnings": list(self.warnings),
-            "seconds": self.seconds,
         }
 
 
@@ -125,17 +117,13 @@ def with_devices(plan: Plan, found: DevicesTuned) -> Plan:
     Its speedup is the product of what was measured: the plan on one device over the plain script, and several devices
     over that.
     """
-    if found.chosen == 1 or found.comparison is None:
+    if found.chosen == 1 or found.comparison is None or found.proof is None:
         return plan
     ratio = found.comparison.ratio
-    reason = f"x{ratio:.2f} here over one device; trains as one over {_steps(found)}; rounding"
+    reason = f"x{ratio:.2f} here over one device; trains as one over {found.proof.steps} steps; rounding"
     left = plan.without(*(found.left_out or {}))
     return replace(
         left.with_choice("devices", found.chosen, reason),
         speedup=(plan.speedup or 1.0) * ratio,
         exactness=worst(("rounding", plan.exactness or "bit-identical")),
     )
-
-
-def _steps(found: DevicesTuned) -> str:
-    return f"{found.proof.steps} steps" if found.proof is not None else "no step"

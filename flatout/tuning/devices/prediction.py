@@ -5,9 +5,10 @@
     done by every rank   the optimizer's update, evaluations, the script's own Python
     the exchange         ranks compare where they are, and average the gradients: nothing of it overlaps with compute
 
-On a CPU the ranks share its cores: each has 1/n of the threads, and a step of one process with so many threads was
-timed. An interval says how wrong that may be: ranks that compute at once slow each other down (memory bandwidth, units
-that two threads of a core share), and how far operations shrink with the batch is not known.
+On a CPU the ranks share its cores: each has 1/n of the threads, and steps of one process with so many threads are
+timed, as is the exchange. An interval says how wrong a prediction may be: ranks that compute at once slow each other
+down (memory bandwidth, units that two threads of a core share), and how far operations shrink with the batch is not
+known.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flatout.errors import FlatoutError, TrialError
+from flatout.levers.lever import Choice, split_by_switch
 from flatout.levers.observed import Observed
+from flatout.parallel.launching.local_ranks import threads_of_rank
+from flatout.parallel.measure_collectives import COLLECTIVES
+from flatout.parallel.rank_timings import fit
+from flatout.script.trial.session import load_levers
+from flatout.search.deadline import BudgetSpent
+from flatout.statistics import median
 from flatout.tuning.devices.found import Exchange, Predicted
-from flatout.units import format_bytes, format_seconds
+from flatout.tuning.devices.ranks_trial import Basis
+from flatout.units import counted, format_bytes, format_seconds
 
 SHARED = ("data", "transfer", "forward", "backward")
 OPERATION_SECONDS = (0.0, 4e-6, 12e-6)
@@ -26,6 +36,8 @@ SLOWED = {"cpu": (1.0, 1.1, 1.5), "cuda": (1.0, 1.02, 1.15)}
 """By how much ranks that compute at the same time slow each other down."""
 COPIES = 4
 """How often the bytes of the gradients are read or written beside the exchange: into one buffer, and back."""
+TURNS = 3
+DTYPE_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float64": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +76,104 @@ def predicted(one: OneDevice, devices: int, exchange: Exchange, threads: int | N
         computed = stays + (shared - stays) * share
         times.append(slowed * slower * (computed + alone) + sent)
     most, expected, least = (one.step_seconds / seconds for seconds in times)
-    return Predicted(
-        devices=devices,
-        least=least,
-        expected=expected,
-        most=most,
-        step_seconds=times[1],
-        reason=_reason(one, (shared, alone, share, slower, sent), threads, exchange),
-    )
-
-
-def _reason(
-    one: OneDevice, parts: tuple[float, float, float, float, float], threads: int | None, exchange: Exchange
-) -> str:
-    shared, alone, share, slower, sent = parts
-    said = [
+    spent = [
         f"{share:.0%} of the {format_seconds(shared)} that a batch takes",
         f"{format_seconds(alone)} that every rank does",
         f"{format_seconds(sent)} to exchange {format_bytes(exchange.size_bytes)} of gradients",
     ]
     if threads is not None and threads in one.fewer_threads:
-        each = "1 thread" if threads == 1 else f"{threads} threads"
-        said.append(f"x{slower:.2f} as long with {each} a rank")
-    return ", ".join(said)
+        spent.append(f"x{slower:.2f} as long with {counted(threads, 'thread')} a rank")
+    return Predicted(
+        devices=devices, least=least, expected=expected, most=most, step_seconds=times[1], reason=", ".join(spent)
+    )
 
 
 def in_order_of_promise(found: Sequence[Predicted]) -> list[Predicted]:
     """The fastest first; of equals the one with fewer devices."""
     return sorted(found, key=lambda one: (-one.expected, one.devices))
+
+
+# what a tune on one device has not measured
+
+
+def gradient_bytes(observed: Observed) -> int:
+    """Of all parameters of the models that train."""
+    return sum(
+        one.parameters * max((DTYPE_BYTES.get(dtype, 4) for dtype in one.dtypes), default=4) for one in observed.modules
+    )
+
+
+def predictions(basis: Basis, candidates: Sequence[int]) -> tuple[Exchange | None, list[Predicted]]:
+    """(the exchange between the most ranks, what follows for each number, the fastest first; none where it could not be
+    measured)."""
+    if not candidates or not basis.has_time_for(2 * basis.start_seconds):
+        return None, []
+    basis.progress("measuring what ranks exchange")
+    exchange = exchange_between(basis, candidates[-1])
+    if exchange is None or not exchange.size_bytes:
+        return exchange, []
+    threads = {devices: threads_of_rank(devices) for devices in candidates} if basis.on_cpu else {}
+    ceilings = basis.machine.ceilings
+    copy = None if ceilings is None else ceilings.memory_copy_bytes_per_second
+    one = OneDevice(
+        observed=basis.state.observed,
+        step_seconds=basis.step_seconds,
+        batch_size=basis.batch_size,
+        fewer_threads=with_fewer_threads(basis, sorted({*threads.values()})),
+        copy_bytes_per_second=None if copy is None else copy.value,
+    )
+    found = [predicted(one, devices, exchange.for_ranks(devices), threads.get(devices)) for devices in candidates]
+    return exchange, in_order_of_promise(found)
+
+
+def with_fewer_threads(basis: Basis, wanted: Sequence[int]) -> dict[int, float]:
+    """Threads -> how many times as long a step takes with so many; without the number that it has, and empty where that
+    cannot be timed."""
+    seen, setup = basis.state.observed, basis.setup
+    own = next((choice.value for choice in basis.kept if choice.field == "threads"), seen.threads)
+    threads = [count for count in wanted if count != own]
+    lever = next((one for one in load_levers(setup.levers) if one.plan_field == "threads"), None)
+    if lever is None or not threads or seen.threads_set_by_script or basis.state.few_steps is not None:
+        return {}
+    basis.progress("timing steps with fewer threads")
+    from_start, live = split_by_switch(basis.kept)
+    others = [choice for choice in live if choice.field != "threads"]
+    pace = basis.pace(0.0)
+    try:
+        with setup.trial(from_start, label="threads") as trial:
+            trial.expected_step_seconds = basis.step_seconds
+            trial.start()
+            trial.window(live, settle=pace.warm_steps, steps=pace.first_window)
+            found: dict[int, list[float]] = {count: [] for count in threads}
+            for _ in range(TURNS):
+                usual = median(trial.window(live, settle=pace.settle, steps=pace.steps).seconds)
+                for count in threads:
+                    changed = [*others, Choice(lever, count)]
+                    window = trial.window(changed, settle=max(1, pace.settle), steps=pace.steps)
+                    found[count].append(median(window.seconds) / usual)
+    except BudgetSpent:
+        raise
+    except TrialError:  # it ends too soon, as scripts of few steps do
+        return {}
+    return {count: median(ratios) for count, ratios in found.items()}
+
+
+def exchange_between(basis: Basis, ranks: int) -> Exchange | None:
+    """Measured between so many ranks; None: they could not measure it."""
+    size_bytes = gradient_bytes(basis.state.first_observed)
+    try:
+        found = basis.result_of("collectives", ranks)
+    except BudgetSpent:
+        raise
+    except FlatoutError:
+        return None
+    points = {name: [(size, seconds) for size, seconds in found.get(name, ())] for name in COLLECTIVES}
+    line = fit(points["all_reduce"])
+    if line is None or not points["all_gather"]:
+        return None
+    return Exchange(
+        ranks=ranks,
+        size_bytes=size_bytes,
+        all_reduce_seconds=line.latency_seconds + size_bytes / line.bytes_per_second,
+        small_seconds=points["all_gather"][0][1],
+    )

@@ -51,8 +51,6 @@ class JobRequest:
     """Of ranks and of a module, the folders to which they write for real."""
     variables: tuple[tuple[str, str], ...] = ()
     """Of ranks, more environment variables."""
-    seconds: float = 0.0
-    """Of the measurement."""
     steps: int = 0
     """Of the proof."""
 
@@ -61,11 +59,11 @@ class RanksJob:
     """One such process. `folder`: has the settings of the ranks; it outlives the job."""
 
     def __init__(self, folder: Path, request: JobRequest) -> None:
-        self._folder = folder
-        told = {**asdict(request), "target": request.target.command, "parent": os.getpid()}
-        (folder / REQUEST).write_text(json.dumps(told), encoding="utf-8")
-        with open(self.log_path, "ab") as log:
-            self._process = subprocess.Popen(
+        self._folder, self._log = folder, folder / LOG
+        told = json.dumps({"request": asdict(request), "parent": os.getpid()})
+        (folder / REQUEST).write_text(told, encoding="utf-8")
+        with open(self._log, "ab") as log:
+            self.process = subprocess.Popen(
                 child_command("flatout.tuning.ranks.job_child", str(folder)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -81,28 +79,15 @@ class RanksJob:
         self.close()
 
     @property
-    def log_path(self) -> Path:
-        return self._folder / LOG
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def ended_within(self, seconds: float) -> bool:
         try:
-            self._process.wait(seconds)
+            self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return False
         return True
-
-    @property
-    def status(self) -> int:
-        """Its exit code, or minus a signal's number; once it has ended."""
-        return self._process.wait()
 
     def result(self, still_wanted: Callable[[], bool]) -> Any:  # JSON, as the child wrote it
         """What it found. Raises what it raised; ScriptError with the end of its log where it died; None: it is not
@@ -114,14 +99,14 @@ class RanksJob:
         try:
             found = json.loads((self._folder / RESULT).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise ScriptError(f"the ranks ended with exit code {self.status}", remedy=self.last_words) from None
+            raise ScriptError(f"the ranks ended with exit code {self.process.wait()}", remedy=self.last_words) from None
         if (error := found.get("error")) is not None:
             raise ERRORS.get(error["kind"], ScriptError)(error["what"], limit=error["limit"], remedy=error["remedy"])
         return found["found"]
 
     @property
     def last_words(self) -> str:
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def close(self) -> None:
@@ -130,9 +115,9 @@ class RanksJob:
         for _ in range(2):
             if not self.alive:
                 return
-            self._process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
             if self.ended_within(END_SECONDS):
                 return
         with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()

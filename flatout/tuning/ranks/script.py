@@ -12,14 +12,14 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flatout.errors import ScriptError
 from flatout.levers.lever import Choice, Lever
 from flatout.script.trial.answers import TrialHangs
+from flatout.script.trial.commanded_rank import SETTINGS, RankSettings
 from flatout.script.trial.commands import as_json
 from flatout.script.trial.process import START_TIMEOUT_SECONDS
-from flatout.script.trial.rank_child import SETTINGS, RankSettings
 from flatout.script.trial.rank_starter import END
 from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.ranks.group import SCRIPT, RankGroup
@@ -49,13 +49,8 @@ class ScriptRanks:
     def name(self) -> str:
         return self.setup.name
 
-    @property
-    def work_folder(self) -> Path:
-        return self.setup.work_folder
-
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> ScriptRanksTrial:
-        kind = OwnRanksTrial if self.own else ScriptRanksTrial
-        return kind(self.setup, self.count, choices, label=label)
+        return ScriptRanksTrial(self.setup, self.count, choices, label=label, own=self.own)
 
     def levers_of(self, levers: Sequence[Lever]) -> list[Lever]:
         """Those that may be tried. Processes that the script starts are reached once they train: levers that must be on
@@ -78,12 +73,13 @@ class ScriptRanks:
 
 
 class ScriptRanksTrial(RankGroup):
-    """One group, started as by torchrun."""
+    """One group, started as by torchrun, or by the script itself."""
 
-    kind: Literal["ranks", "own-ranks"] = "ranks"
-
-    def __enter__(self) -> ScriptRanksTrial:
-        return self
+    def __init__(
+        self, setup: TrialSetup, count: int, choices: Sequence[Choice] = (), *, label: str = "ranks", own: bool = False
+    ) -> None:
+        super().__init__(setup, count, choices, label=label)
+        self._own = own
 
     def prepare(self) -> JobRequest:
         told: RankSettings = {
@@ -93,7 +89,7 @@ class ScriptRanksTrial(RankGroup):
         }
         (self.folder / SETTINGS).write_text(json.dumps(told), encoding="utf-8")
         return JobRequest(
-            kind=self.kind,
+            kind="own-ranks" if self._own else "ranks",
             target=self.setup.target,
             devices=self.count,
             allow_network=self.setup.allow_network,
@@ -115,17 +111,15 @@ class ScriptRanksTrial(RankGroup):
         self.isolation = json.loads((self.folder / ISOLATION).read_text(encoding="utf-8"))
 
     def check(self, answer: Any) -> None:  # JSON
-        if answer["event"] == "ready" and answer["ranks"] != self.count:
-            raise self._wrong_count(answer["ranks"])
-
-    def _wrong_count(self, ranks: int) -> ScriptError:
+        if answer["event"] != "ready" or (ranks := answer["ranks"]) == self.count:
+            return
         if ranks > 1:
-            return ScriptError(
+            raise ScriptError(
                 f"{self.setup.name} trains in {ranks} ranks",
                 limit=f"it was to train in {self.count}",
                 remedy=f"give {ranks} in place of {self.count}",
             )
-        return ScriptError(
+        raise ScriptError(
             f"{self.setup.name} trains by itself in each of {self.count} processes",
             limit="a first step is over, and torch.distributed has joined no ranks",
             remedy="a script for one process is tuned without --nproc-per-node; on several devices: --devices",
@@ -134,14 +128,8 @@ class ScriptRanksTrial(RankGroup):
     def scratch(self) -> Sequence[Path]:
         return (self.folder / SCRATCH,)
 
-
-class OwnRanksTrial(ScriptRanksTrial):
-    """One group, which the script starts itself."""
-
-    kind = "own-ranks"
-
     def ends_of_others(self, known: Collection[int]) -> dict[int, Any]:  # JSON
-        """And of the script's own process, which knows why a rank has failed."""
+        """And of the process of a script that starts them itself, which knows why a rank has failed."""
         try:
             answer = json.loads((self.folder / END).read_text(encoding="utf-8"))
         except (OSError, ValueError):

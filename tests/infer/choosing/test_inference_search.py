@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from flatout.infer.choosing.closeness import Accuracy
-from flatout.infer.choosing.in_turns import in_turns
-from flatout.infer.choosing.search import InferenceSearch, Limits, Option
+from flatout.infer.choosing.search import InferenceSearch, Limits, Option, in_turns
 from flatout.plan import Plan
 
 BF16 = Option(label="bf16", choices={"precision": "bf16"})

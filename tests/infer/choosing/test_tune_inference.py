@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import flatout
 from flatout.errors import UsageError
 from flatout.infer.choosing import search as inference_search
-from flatout.infer.choosing.in_turns import Turns
-from flatout.infer.choosing.tuning import InferenceTuning
+from flatout.infer.choosing.search import Turns
+from flatout.infer.choosing.tune_inference import InferenceTuning
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import Bert, BertConfig, ResNet, ResNetConfig
 from flatout.plan import read_plan, write_plan
@@ -263,6 +265,10 @@ def test_a_model_that_fails_in_fp32_is_said() -> None:
 def bad() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"sample_inputs": []}, "there are no sample inputs"
     yield {"sample_inputs": 3}, "sample_inputs is int"
+    yield {"sample_inputs": np.array(3.0)}, "sample_inputs is ndarray of a single number"
+    yield {"sample_inputs": {"x": inputs(3)}}, "sample_inputs is a dict of 'x'"
+    yield {"sample_inputs": DataLoader(inputs(4), batch_size=2)}, "which gives batches; .* pass its dataset"  # type: ignore[arg-type]
+    yield {"max_new_tokens": "8"}, "max_new_tokens is '8'; it is a whole number"
     yield {"sample_inputs": ["a", "b"]}, "no sample input can be used"
     yield {"model": 3}, "model is 3"
     yield {"task": "train"}, "task is 'train'"
@@ -279,3 +285,36 @@ def test_what_cannot_be_used_is_said(changed: dict[str, Any], said: str) -> None
     arguments: dict[str, Any] = {"model": Mlp(), "sample_inputs": inputs(3), **changed}
     with pytest.raises(UsageError, match=said):
         flatout.tune_inference(arguments.pop("model"), arguments.pop("sample_inputs"), **arguments)
+
+
+class Stopping:
+    """A generation_config with a text that ends a text."""
+
+    stop_strings: list[str] | None = None
+
+    def __init__(self) -> None:
+        self.stop_strings = None
+
+
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + one % 26) for one in ids)
+
+
+def test_texts_that_end_a_text_do_not_end_what_is_timed() -> None:
+    model = tiny.model("own GPT-2")
+    model.generation_config = Stopping()
+    model.generation_config.stop_strings = [chr(97 + one) for one in range(26)]
+    found = tuned(model, tiny.prompts(2), max_new_tokens=4, tokenizer=Letters(), exactness="bit-identical")
+    assert found.task == "generate"
+    assert "4 new ones each" in found.sample
+    assert found.accuracy.answers >= 8
+
+
+def test_a_budget_that_the_first_runs_use_up_is_said_as_it_was_given() -> None:
+    found = flatout.tune_inference(Mlp(), inputs(20), seconds=1e-3)
+    assert found.trials == ()
+    assert "not reached in the search's share of the budget of 1 ms" in found.summary()

@@ -81,7 +81,11 @@ def test_bad_specs(spec: str, says: str, tmp_path: Path, monkeypatch: pytest.Mon
         example_inputs(Two(), [spec])
 
 
-def test_a_name_that_is_given_twice() -> None:
+def test_a_name_that_is_given_twice(tmp_path: Path) -> None:
+    np.savez(tmp_path / "batch.npz", ids=np.arange(6), mask=np.ones(6))
+    for specs in (["ids=int64[6]<5", f"{tmp_path}/batch.npz"], [f"{tmp_path}/batch.npz", "ids=int64[6]<5"]):
+        with pytest.raises(UsageError, match="the input 'ids' is given twice"):
+            inputs_from(specs)
     with pytest.raises(UsageError, match="the input 'mask' is given twice"):
         inputs_from(["mask=bool[2]", "mask=bool[3]"])
 

@@ -83,3 +83,10 @@ def test_a_bound_that_changes_nothing_is_no_reason(tmp_path: Path) -> None:
     assert report.ok, export_text(report)
     assert report.files[0].ranges[0].refused == (10,)
     assert report.files[1].ranges[0].refused == ()
+
+
+def test_a_bound_between_the_sizes_that_are_checked_anyway(tmp_path: Path) -> None:
+    """Batch 7 is checked as one of the usual sizes, and as the first one past the bound."""
+    (file,) = export(Branch(lambda shape: shape[0] > 6), torch.randn(3, 4), tmp_path / "net").files
+    assert file.failure is None
+    assert (file.ranges[0].largest, file.ranges[0].refused) == (6, (7,))

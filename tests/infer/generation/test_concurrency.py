@@ -63,7 +63,7 @@ def test_threads(generator: Any) -> None:
 
 
 def test_threads_of_the_function_and_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.infer.generation.guesser.Throttle.choose", lambda self: 4)
+    monkeypatch.setattr("flatout.infer.generation.speculation.Throttle.choose", lambda self: 4)
     network, draft = model("own GPT-2"), model("own Transformer")
     expected = [flatout.generate(network, [one], max_new_tokens=12).tokens for one in prompts(6)]
     plan = Plan(speculation="lookup")

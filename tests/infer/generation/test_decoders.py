@@ -16,15 +16,10 @@ from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.native_decoder import NativeDecoder, packed
 from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.kernels.native import native
-from flatout.precision.quantize import (
-    INT4_GROUP,
-    dequantize_groups_int4,
-    dequantize_rows_int8,
-    quantize_groups_int4,
-    quantize_rows_int8,
-)
+from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
 from tests.infer.generation.tiny import FAMILIES, VOCABULARY, logits, model, prompts
 from tests.kernels.unpacking import unpacked
+from tests.precision.dequantized import dequantize_groups_int4, dequantize_rows_int8
 
 ENGINES = [NativeDecoder, TorchDecoder]
 TOLERANCES: list[tuple[Any, Storage, float]] = [

@@ -87,7 +87,7 @@ def test_token_for_token_what_transformers_makes_of_it(
     expected = [theirs(network, one, max_new_tokens=NEW) for one in PROMPTS]
     assert generator.generate(PROMPTS, max_new_tokens=NEW).tokens == expected
     # ... and with guesses, whose tokens stand at several places at once
-    monkeypatch.setattr("flatout.infer.generation.guesser.Throttle.choose", lambda self: 3)
+    monkeypatch.setattr("flatout.infer.generation.speculation.Throttle.choose", lambda self: 3)
     guessing = flatout.generate(network, PROMPTS, max_new_tokens=NEW, plan=Plan(speculation="lookup"))
     assert guessing.tokens == expected
 
@@ -157,6 +157,12 @@ def test_what_nobody_passed_is_named_as_the_model_s(
         generator.generate([[1, 2]])
     mine = {"suppress_tokens": [3], "temperature": 0.0}
     assert generator.generate([[1, 2]], max_new_tokens=3, **mine).seed is None
+
+
+def test_a_max_length_that_is_no_number(generator: TokenGenerator, config: Any) -> None:
+    config.max_length = "30"
+    with pytest.raises(UsageError, match="the generation_config's max_length is '30'; it is a whole number"):
+        generator.generate(PROMPTS)
 
 
 def test_a_prompt_beyond_max_length(generator: TokenGenerator, config: Any) -> None:

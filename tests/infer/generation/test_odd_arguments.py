@@ -60,10 +60,10 @@ def test_the_highest_temperature_leaves_what_is_banned_banned() -> None:
 
 def test_numbers_are_made_as_far_as_a_text_goes() -> None:
     """Of a text without an end in sight they would fill the memory."""
-    endless = Uniforms(7, [3], 1 << 62)
-    assert endless.numbers("draws", 300).shape == (1, 300)
+    endless = Uniforms(7, 3, 1 << 62)
+    assert endless.numbers("draws", 300).shape == (300,)
     first = endless.numbers("proposals", 5)
-    assert torch.equal(first, Uniforms(7, [3], first.shape[1]).proposals)
+    assert torch.equal(first, Uniforms(7, 3, len(first)).numbers("proposals", len(first)))
     torch.manual_seed(0)
     network = CharacterGenerator(CharacterGeneratorConfig(vocab_size=4, embedding_width=4, hidden_width=8)).eval()
     made = flatout.generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from flatout.errors import UsageError
 from flatout.infer.generation.sampling import (
     Sampling,
     Uniforms,
+    Use,
     _first_above,
     _nucleus,
     adjusted,
     draw,
+    fresh_seed,
     greedy_tokens,
     next_tokens,
     no_usable_logits,
@@ -31,6 +34,16 @@ from flatout.infer.generation.sampling import (
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def uniforms(seed: int, prompts: Sequence[int], length: int, use: Use = "draws") -> torch.Tensor:
+    """fp64 [prompts, length]"""
+    return torch.stack([Uniforms(seed, prompt, length).numbers(use, length) for prompt in prompts])
+
+
+def penalised(logits: torch.Tensor, sampling: Sampling, history: torch.Tensor) -> torch.Tensor:
+    """All columns of the history count."""
+    return adjusted(logits, sampling, history, torch.full((len(history),), history.shape[1]))
 
 
 def random_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
@@ -115,7 +128,7 @@ def test_penalties_equal_transformers(choice: dict[str, Any], length: int, vocab
     sampling = Sampling(**choice)
     logits, history = random_logits(4, vocabulary), random_tokens(4, length, min(vocabulary, 9))
     before = logits.clone()
-    ours = adjusted(logits, sampling, history)
+    ours = penalised(logits, sampling, history)
     assert torch.equal(logits, before)
     if length:  # transformers cannot penalise an empty row either way: there is nothing to do
         assert torch.equal(ours, transformers_scores(logits, sampling, history))
@@ -146,7 +159,7 @@ def test_probabilities_equal_transformers(choice: dict[str, Any], spread: float)
     pytest.importorskip("transformers")
     sampling = Sampling(**choice)
     logits, history = random_logits(6, 300, seed=3, spread=spread), random_tokens(6, 40, 20)
-    ours = probabilities(adjusted(logits, sampling, history), sampling)
+    ours = probabilities(penalised(logits, sampling, history), sampling)
     theirs = torch.softmax(transformers_scores(logits, sampling, history), -1)
     assert torch.equal(ours > 0, theirs > 0)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
@@ -163,12 +176,12 @@ def test_a_ragged_history_counts_as_far_as_it_goes(choice: dict[str, Any], garba
         history[row, length:] = garbage
     together = adjusted(logits, sampling, history, torch.tensor(lengths))
     for row, length in enumerate(lengths):
-        alone = adjusted(logits[row : row + 1], sampling, history[row : row + 1, :length])
+        alone = penalised(logits[row : row + 1], sampling, history[row : row + 1, :length])
         assert torch.equal(together[row : row + 1], alone)
 
 
 def test_every_token_may_be_banned_and_that_is_found() -> None:
-    logits = adjusted(torch.zeros(1, 3), Sampling(no_repeat_ngram=1), torch.tensor([[0, 1, 2]]))
+    logits = penalised(torch.zeros(1, 3), Sampling(no_repeat_ngram=1), torch.tensor([[0, 1, 2]]))
     assert unusable(logits).tolist() == [True]
 
 
@@ -241,8 +254,8 @@ def test_draws_follow_the_probabilities(choice: dict[str, Any]) -> None:
     count = 20_000
     sampling = Sampling(temperature=1.1, **choice)
     logits = random_logits(1, 9, seed=5, spread=1.0)
-    uniforms = Uniforms(11, prompts=[4], length=count).draws[0]
-    tokens = next_tokens(logits.expand(count, -1), sampling, uniforms)
+    drawn = uniforms(11, [4], count)[0]
+    tokens = next_tokens(logits.expand(count, -1), sampling, drawn)
     expected = probabilities(logits, sampling)[0].double()
     seen = torch.bincount(tokens, minlength=9)
     possible = expected > 0
@@ -254,11 +267,11 @@ def test_draws_follow_the_probabilities(choice: dict[str, Any]) -> None:
 def test_a_prompt_draws_the_same_alone_and_in_any_company() -> None:
     vocabulary, steps = 200, 12
     logits = random_logits(steps * 5, vocabulary).view(steps, 5, vocabulary)
-    sampling = Sampling(temperature=1.0, top_p=0.95, seed=3)
+    sampling = Sampling(temperature=1.0, top_p=0.95)
 
     def texts(prompts: list[int], length: int) -> dict[int, list[int]]:
-        uniforms = Uniforms(sampling.seed, prompts, length)
-        steps_of = [next_tokens(logits[step, prompts], sampling, uniforms.draws[:, step]) for step in range(steps)]
+        draws = uniforms(3, prompts, length)
+        steps_of = [next_tokens(logits[step, prompts], sampling, draws[:, step]) for step in range(steps)]
         return {prompt: [int(tokens[row]) for tokens in steps_of] for row, prompt in enumerate(prompts)}
 
     together = texts([0, 1, 2, 3, 4], steps)
@@ -285,26 +298,23 @@ def test_the_reference_generator_gives_the_authors_numbers() -> None:
 
 @pytest.mark.parametrize(("seed", "prompt"), [(0, 0), (7, 2), ((1 << 63) - 1, 100_000)])
 def test_uniforms_are_the_published_generators(seed: int, prompt: int) -> None:
-    uniforms = Uniforms(seed, [5, prompt], 9)
-    for use, table in enumerate((uniforms.draws, uniforms.acceptances, uniforms.proposals)):
-        bits = [word for block in (1, 2, 3) for word in philox((seed, use), (block, 0, prompt, 0))][:9]
-        assert table[1].tolist() == [(word >> 11) / 2**53 for word in bits]
+    uses: tuple[Use, ...] = ("draws", "acceptances", "proposals")
+    for number, use in enumerate(uses):
+        bits = [word for block in (1, 2, 3) for word in philox((seed, number), (block, 0, prompt, 0))][:9]
+        assert uniforms(seed, [prompt], 9, use)[0].tolist() == [(word >> 11) / 2**53 for word in bits]
 
 
-def test_a_seed_is_reported_and_moves_nobodys_generator() -> None:
+def test_a_fresh_seed_moves_nobodys_generator() -> None:
     states = torch.random.get_rng_state(), np.random.get_state()[1].tolist()
-    one, other = Uniforms(None, [0], 4), Uniforms(None, [0], 4)
-    assert one.seed != other.seed
-    assert torch.equal(Uniforms(one.seed, [0], 4).draws, one.draws)
+    assert fresh_seed() != fresh_seed()
     assert torch.equal(torch.random.get_rng_state(), states[0])
     assert np.random.get_state()[1].tolist() == states[1]
-    assert Uniforms(1, [], 4).draws.shape == (0, 4)
 
 
 def test_streams_and_prompts_are_independent() -> None:
-    uniforms = Uniforms(0, range(40), 500)
-    tables = (uniforms.draws, uniforms.acceptances, uniforms.proposals)
-    columns = [table.flatten().numpy() for table in tables] + [uniforms.draws.roll(1, 0).flatten().numpy()]
+    uses: tuple[Use, ...] = ("draws", "acceptances", "proposals")
+    tables = [uniforms(0, range(40), 500, use) for use in uses]
+    columns = [table.flatten().numpy() for table in tables] + [tables[0].roll(1, 0).flatten().numpy()]
     assert float(np.abs(np.corrcoef(columns) - np.eye(4)).max()) < 0.025
     assert all(stats.kstest(column, "uniform").pvalue > 0.01 for column in columns)
 

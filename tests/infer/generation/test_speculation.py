@@ -11,15 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from flatout.errors import UsageError
-from flatout.infer.generation.sampling import Sampling, Uniforms, draw, next_tokens, probabilities
-from flatout.infer.generation.speculation import NOTHING, Lookup, accept, accept_equal
+from flatout.infer.generation.sampling import Sampling, Uniforms, Use, draw, next_tokens, probabilities
+from flatout.infer.generation.speculation import RUNS, Lookup, accept, accept_equal
 
 VOCABULARY = 6
+NOTHING = -1
 
 
-def guesses_by_looking_everywhere(tokens: list[int], limit: int, longest: int, shortest: int) -> list[int]:
-    for size in range(longest, shortest - 1, -1):
+def uniforms(seed: int, rows: int, length: int, use: Use = "draws") -> torch.Tensor:
+    """fp64 [rows, length]"""
+    return torch.stack([Uniforms(seed, row, length).numbers(use, length) for row in range(rows)])
+
+
+def guesses_by_looking_everywhere(tokens: list[int], limit: int) -> list[int]:
+    for size in RUNS:
         starts = [at for at in range(size, len(tokens)) if tokens[at - size : at] == tokens[len(tokens) - size :]]
         if starts:
             text = list(tokens)
@@ -33,17 +38,13 @@ def guesses_by_looking_everywhere(tokens: list[int], limit: int, longest: int, s
     tokens=st.lists(st.integers(0, 3), max_size=30),
     more=st.lists(st.integers(0, 3), max_size=10),
     limit=st.integers(1, 9),
-    sizes=st.sampled_from([(3, 2), (1, 1), (4, 1), (2, 2)]),
 )
-def test_lookup_guesses_what_looking_everywhere_guesses(
-    tokens: list[int], more: list[int], limit: int, sizes: tuple[int, int]
-) -> None:
-    longest, shortest = sizes
-    lookup = Lookup(tokens, longest=longest, shortest=shortest)
-    assert lookup.propose(limit) == guesses_by_looking_everywhere(tokens, limit, longest, shortest)
+def test_lookup_guesses_what_looking_everywhere_guesses(tokens: list[int], more: list[int], limit: int) -> None:
+    lookup = Lookup(tokens)
+    assert lookup.propose(limit) == guesses_by_looking_everywhere(tokens, limit)
     for token in more:
         lookup.extend([token])
-    assert lookup.propose(limit) == guesses_by_looking_everywhere(tokens + more, limit, longest, shortest)
+    assert lookup.propose(limit) == guesses_by_looking_everywhere(tokens + more, limit)
 
 
 def test_lookup_prefers_the_longest_run_then_the_latest() -> None:
@@ -51,11 +52,6 @@ def test_lookup_prefers_the_longest_run_then_the_latest() -> None:
     assert Lookup([2, 3, 9, 7, 2, 3, 8, 1, 2, 3]).propose(1) == [8]
     assert Lookup([1, 2, 1, 2, 1]).propose(5) == [2, 1, 2, 1, 2]
     assert Lookup([1, 2, 3]).propose(4) == Lookup().propose(4) == []
-
-
-def test_lookup_limits() -> None:
-    with pytest.raises(UsageError, match="runs of 3 to 2 tokens; 1 <= shortest <= longest"):
-        Lookup(longest=2, shortest=3)
 
 
 def test_a_lookup_costs_microseconds_however_long_the_text() -> None:
@@ -123,14 +119,14 @@ def test_a_drafts_guesses_leave_the_models_distribution(choice: dict[str, Any], 
     model = table(0, sampling)
     other = table(1, Sampling(temperature=1.0))
     drafter = {"another": other, "like": 0.7 * model + 0.3 * other, "same": model}[likeness]
-    uniforms = Uniforms(5, range(rows), guesses + 1)
-    proposed, drawn_from = draft(drafter, uniforms.proposals[:, :guesses])
+    drawn = uniforms(5, rows, guesses, "proposals")
+    proposed, drawn_from = draft(drafter, drawn)
     accepted, last = accept(
         target_along(model, proposed),
         proposed,
         drawn_from,
-        draws=uniforms.draws,
-        acceptances=uniforms.acceptances[:, :guesses],
+        draws=uniforms(5, rows, guesses + 1),
+        acceptances=uniforms(5, rows, guesses, "acceptances"),
     )
     assert_follows(text_of(proposed, accepted, last), model)
     expected = float(torch.minimum(model[0], drafter[0]).sum())  # the greatest share that any way of accepting can have
@@ -145,8 +141,9 @@ def test_guesses_without_chance_leave_the_models_distribution(choice: dict[str, 
     model = table(2, Sampling(temperature=1.0, **choice))
     generator = torch.Generator().manual_seed(0)
     proposed = torch.randint(VOCABULARY, (rows, guesses), generator=generator)
-    draws = Uniforms(6, range(rows), guesses + 1).draws
-    accepted, last = accept(target_along(model, proposed), proposed, draws=draws)
+    draws = uniforms(6, rows, guesses + 1)
+    own = draw(target_along(model, proposed).flatten(0, 1), draws.flatten()).view(draws.shape)
+    accepted, last = accept_equal(own, proposed)
     assert_follows(text_of(proposed, accepted, last), model)
     for token in range(VOCABULARY):  # p(x), which is min(1, p / q) where q is 1 at x
         share = float((accepted[proposed[:, 0] == token] > 0).double().mean())
@@ -158,9 +155,9 @@ def test_guesses_without_chance_leave_the_models_distribution(choice: dict[str, 
 @given(data=st.data())
 def test_the_text_is_that_without_guessing(choice: dict[str, Any], data: st.DataObject) -> None:
     """Token for token, greedy or drawn, however many tokens were guessed when and how well."""
-    length, sampling = 12, Sampling(seed=1, **choice)
+    length, sampling = 12, Sampling(**choice)
     logits = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 2
-    draws = Uniforms(sampling.seed, [4], length).draws
+    draws = Uniforms(1, 4, length).numbers("draws", length)[None]
     plain = [0]
     for position in range(length):
         plain += next_tokens(logits[plain[-1:]], sampling, draws[:, position]).tolist()
@@ -176,35 +173,28 @@ def test_the_text_is_that_without_guessing(choice: dict[str, Any], data: st.Data
     assert text[: length + 1] == plain
 
 
-def test_rows_with_fewer_guesses_or_none() -> None:
-    rows, generator = 9_000, torch.Generator().manual_seed(1)
+@pytest.mark.parametrize("made", [1, 2])
+def test_few_guesses_of_rows_together_and_alone(made: int) -> None:
+    rows = 4_000
     model, drafter = table(4, Sampling(temperature=1.0)), table(5, Sampling(temperature=1.0))
-    uniforms = Uniforms(8, range(rows), 3)
-    proposed, drawn_from = draft(drafter, uniforms.proposals[:, :2])
-    count = torch.randint(3, (rows,), generator=generator)
-    proposed[torch.arange(2) >= count[:, None]] = NOTHING
+    draws, judges = uniforms(8, rows, made + 1), uniforms(8, rows, made, "acceptances")
+    proposed, drawn_from = draft(drafter, uniforms(8, rows, made, "proposals"))
     target = target_along(model, proposed)
-    accepted, last = accept(target, proposed, drawn_from, draws=uniforms.draws, acceptances=uniforms.acceptances[:, :2])
-    assert bool((accepted <= count).all())
-    for made in range(3):
-        text = text_of(proposed[count == made], accepted[count == made], last[count == made])
-        assert_follows(text, model)
-    alone = accept(
-        target[7], proposed[7], drawn_from[7], draws=uniforms.draws[7], acceptances=uniforms.acceptances[7, :2]
-    )
+    accepted, last = accept(target, proposed, drawn_from, draws=draws, acceptances=judges)
+    assert bool((accepted <= made).all())
+    assert_follows(text_of(proposed, accepted, last), model)
+    alone = accept(target[7], proposed[7], drawn_from[7], draws=draws[7], acceptances=judges[7])
     assert (int(alone[0]), int(alone[1])) == (int(accepted[7]), int(last[7]))
-    accepted, last = accept(target, proposed, draws=uniforms.draws)
-    assert bool((accepted <= count).all())
 
 
 def test_greedy_judgement() -> None:
-    own = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7]])
-    proposed = torch.tensor([[5, 6], [5, 0], [0, 6], [NOTHING, NOTHING]])
+    own = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]])
+    proposed = torch.tensor([[5, 6], [5, 0], [0, 6]])
     accepted, last = accept_equal(own, proposed)
-    assert accepted.tolist() == [2, 1, 0, 0]
-    assert last.tolist() == [7, 6, 5, 5]
-    none = torch.empty(4, 0, dtype=torch.int64)
-    assert accept_equal(own[:, :1], none)[1].tolist() == [5] * 4
+    assert accepted.tolist() == [2, 1, 0]
+    assert last.tolist() == [7, 6, 5]
+    none = torch.empty(3, 0, dtype=torch.int64)
+    assert accept_equal(own[:, :1], none)[1].tolist() == [5] * 3
 
 
 def test_refusal_by_rounding_alone_still_draws_what_is_possible() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from flatout.errors import UsageError
 from flatout.infer.generation.throttle import MOST_WAIT, RENEWAL, SIZES, Throttle
 
 PLAIN = 0.010
@@ -167,9 +166,3 @@ def test_rows_of_a_batch_share_the_pass() -> None:
         assert throttle.on is pays
         if pays:
             assert throttle.expected_tokens(2) == pytest.approx(2, abs=0.2)
-
-
-def test_unusable_sizes_are_named() -> None:
-    for sizes in ((), (0, 2), (4, 2), (2, 2)):
-        with pytest.raises(UsageError, match="at least one, from 1, ascending"):
-            Throttle(sizes)

@@ -14,8 +14,8 @@ import flatout
 from flatout.errors import NumericsError, PlanError, UsageError
 from flatout.infer.generation.batch_run import Text
 from flatout.infer.generation.generated import Piece
-from flatout.infer.generation.guesser import Guesser
 from flatout.infer.generation.sampling import Sampling
+from flatout.infer.generation.speculation import Guesser
 from flatout.infer.generation.stopping import Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.token_generator import TokenGenerator
@@ -223,7 +223,7 @@ def test_sampling_with_a_draft_has_the_models_distribution(always_guessing: None
 @pytest.fixture
 def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guess in every pass: whether it pays depends on time, and tests must not."""
-    monkeypatch.setattr("flatout.infer.generation.guesser.Throttle.choose", lambda self: 4)
+    monkeypatch.setattr("flatout.infer.generation.speculation.Throttle.choose", lambda self: 4)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from flatout.errors import UsageError
 from flatout.infer.input_files import open_inputs
 from flatout.infer.prediction.predict import Predictor
 from flatout.infer.prediction.predicted import Failed
-from flatout.infer.prediction.result_files import kept, named_tensors, open_results
+from flatout.infer.prediction.result_files import kept, named_values, open_results
 from flatout.infer.tokenizer_source import encode_of
 
 
@@ -282,7 +282,7 @@ def test_other_results_are_not_mixed_in(tmp_path: Path) -> None:
 
 def test_parts_of_an_output_by_name() -> None:
     output = {"a": torch.ones(2), "b": (torch.ones(1), torch.ones(3))}
-    assert sorted(named_tensors(output)) == ["a", "b.0", "b.1"]
+    assert sorted(named_values(output)) == ["a", "b.0", "b.1"]
     assert kept(output, "a").shape == (2,)
     assert kept((torch.ones(2), torch.ones(3)), "1").shape == (3,)
     with pytest.raises(UsageError, match=r"the output has no 'c'; it has a, b\.0, b\.1"):

@@ -13,6 +13,7 @@ import pytest
 
 from flatout.errors import MachineError, UsageError
 from flatout.kernels.custom import doctor
+from flatout.kernels.native import cpp_command
 
 PYTHON_H = """In file included from torch/csrc/Types.h:3,
                  from torch/extension.h:5:
@@ -77,10 +78,10 @@ def test_a_library_that_does_not_load(said: str, cause: str) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
     with pytest.raises(MachineError, match=r"no C\+\+ compiler 'no-such-compiler -m64'.*apt install"):
-        doctor.cpp_command()
+        cpp_command()
     monkeypatch.setenv("CXX", "g++ 'x")
     with pytest.raises(UsageError, match="CXX is"):
-        doctor.cpp_command()
+        cpp_command()
 
 
 def test_nvcc_and_torch_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Choosing, probing and cleaning up; reading mountinfo."""
+"""Cleaning up; reading mountinfo."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import TrialError
-from flatout.script.isolation import Isolation, cleanup, mounts, probe
-
-
-def test_probe_says_which_mode_and_why(tmp_path: Path) -> None:
-    found = probe(tmp_path / "s")
-    assert isinstance(found, Isolation)
-    assert found.mode in ("overlay", "guard")
-    assert found.reason
-    assert list((tmp_path / "s").iterdir()) == []
+from flatout.script.isolation import cleanup, mounts
 
 
 def test_cleanup_follows_no_link(tmp_path: Path) -> None:

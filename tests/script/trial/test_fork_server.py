@@ -20,8 +20,8 @@ from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.fork_server import KILLED, ForkServer
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
-from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.last_comparison import trials_as_used
+from flatout.tuning.windows import FewSteps
 
 STEPS = """
 torch.set_num_threads(1)

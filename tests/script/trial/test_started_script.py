@@ -22,8 +22,7 @@ from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial import forking
 from flatout.script.trial.answers import TrialDied, TrialEnded
 from flatout.script.trial.process import TrialProcess
-from flatout.script.trial.setup import TrialSetup
-from flatout.script.trial.started_script import StartedScript
+from flatout.script.trial.setup import StartedScript, TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
@@ -178,8 +177,7 @@ def test_where_there_is_an_obstacle_each_trial_starts_the_script(tmp_path: Path)
             with forks.trial() as trial:
                 trial.start()
                 assert trial.log_path.read_text() == "started\n"
-        assert forks.started is not None
-        assert "pipe" in forks.started.obstacle_to()
+                assert "pipe" in trial.fork_obstacle()
         assert forks.from_the_start() is forks
 
 
@@ -315,7 +313,7 @@ def test_a_short_start_is_not_saved(tmp_path: Path, spawned: list[str]) -> None:
         for _ in range(2):
             with setup.trial() as trial:
                 trial.start()
-        assert started.obstacle_to() == ""
+        assert started.obstacle == ""
     assert spawned == ["started", "started"]
 
 
@@ -400,4 +398,4 @@ def test_a_script_that_ignores_the_end_of_its_children_is_not_forked(tmp_path: P
         trial.start()
         assert forks.started is not None
         assert not forks.started.is_used
-        assert "ignores SIGCHLD" in forks.started.obstacle_to([])
+        assert "ignores SIGCHLD" in trial.fork_obstacle()

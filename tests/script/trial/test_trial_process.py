@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from flatout.errors import TrialError
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRequest
+from flatout.script.trial import process as trial_process
 from flatout.script.trial.answers import TrialEnded, explain_end
 from flatout.script.trial.commands import Patience
 from flatout.script.trial.process import TrialProcess
@@ -351,3 +356,26 @@ def test_a_cache_that_cannot_be_made_is_not_shared(tmp_path: Path, monkeypatch: 
     assert setup.written == (tmp_path / "shared",)
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "folder"))
     assert setup.written == (tmp_path / "folder" / "inductor", tmp_path / "shared")
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_process_that_the_script_forks_ends_by_itself(tmp_path: Path) -> None:
+    """It answers nobody: that the trial has ended without a step."""
+    before = "if os.fork() == 0: sys.exit(5)\nprint(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"
+    assert started(tmp_path, before, None) == "5"
+
+
+def test_a_trial_is_closed_although_its_folder_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has found in minutes counts for more; the folder of all trials is removed later."""
+
+    def busy(folder: Path) -> None:
+        raise TrialError(f"cannot remove {folder}: Device or resource busy")
+
+    monkeypatch.setattr(trial_process, "cleanup", busy)
+    trial = TrialProcess(TrialSetup(target=Target(path="train.py"), work_folder=tmp_path))
+    trial._folder, trial._command_write, trial._answer_read = tmp_path, *os.pipe()
+    trial._process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    trial.close()
+    assert not trial.alive

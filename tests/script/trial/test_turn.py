@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tr
 
 
 def test_one_has_the_turn(tmp_path: Path) -> None:
-    from flatout.script.trial.turn import Turn
+    from flatout.script.trial.session import Turn
 
     one, other, order = Turn(tmp_path), Turn(tmp_path), ["one"]
     one.take()
@@ -39,8 +39,8 @@ def test_one_has_the_turn(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_trial_waits_with_its_first_steps(tmp_path: Path) -> None:
     from flatout.script.entry import Target
+    from flatout.script.trial.session import Turn
     from flatout.script.trial.setup import TrialSetup
-    from flatout.script.trial.turn import Turn
 
     (tmp_path / "train.py").write_text(
         "import torch\n"
