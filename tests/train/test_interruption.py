@@ -238,9 +238,9 @@ def test_processes_that_are_forked_meanwhile_can_be_ended() -> None:
 
 
 def test_a_batch_that_was_just_handed_out_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, calls = given_batches._samples_of, []
+    counted, calls = given_batches.countable_samples, []
 
-    def counting(batch: Any) -> int:
+    def counting(batch: Any) -> int | None:
         calls.append(batch)
         if len(calls) == 2:
             ask(signal.SIGTERM)
@@ -249,7 +249,7 @@ def test_a_batch_that_was_just_handed_out_comes_again(tmp_path: Path, monkeypatc
     data = [(X[at : at + 8], Y[at : at + 8]) for at in (0, 8, 16)]
     whole, again = training(), training()
     fit(whole, data, epochs=1)
-    monkeypatch.setattr(given_batches, "_samples_of", counting)
+    monkeypatch.setattr(given_batches, "countable_samples", counting)
     with pytest.raises(SystemExit):
         fit(training(), data, epochs=1, checkpoints=tmp_path)
     assert saved(tmp_path) == 1

@@ -72,7 +72,7 @@ def test_a_source_is_built_once_and_again_after_a_change_of_its_header(tmp_path:
 def _asked(source: Path) -> tuple[extension_build.Build, str]:
     build = extension_build.Build(
         name=source.stem,
-        units=extension._units([source]),
+        units=(extension._unit(source),),
         functions=(),
         cxx_flags=(),
         cuda_flags=(),
