@@ -91,6 +91,9 @@ def cell(
         if found is None:
             return None
         tunes[kind] = {"budget_seconds": seconds, **found}
+    if "refused" in tunes["long"]:
+        print(f"{name} is left out: {tunes['long']['refused']}", file=sys.stderr)
+        return None
     plans = [tunes[kind]["kept"] for kind in ("long", "short")]
     if plans[0] == plans[1]:
         return {**tunes, "same_plan": True, "share": 1.0, "comparison": None}

@@ -110,9 +110,10 @@ def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> _Run:
         try:
             answer: DeterminismAnswer
             answer, end = trial.watch(command, PATIENCE_SECONDS)
-        except TrialHangs:
+        except TrialHangs as hang:
+            at = f"; it was at {hang.location}" if hang.location else ""
             waited = format_seconds(PATIENCE_SECONDS)
-            raise TrialError(f"the script did not reach {steps} steps in {waited}") from None
+            raise TrialError(f"the script did not reach {steps} steps in {waited}{at}") from None
     error, note = (None, "") if end is None else (end.headline or None, end.note)
     return _Run(answer["steps"], answer["step_seconds"], dict(answer["weights"]), error, note)
 

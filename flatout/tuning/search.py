@@ -250,7 +250,7 @@ class TrainingSearch(Search[Choice]):
     def _watch_after(self, error: TrialError) -> Observed:
         """The same as `_watch_plain`, where that ended with an error."""
         if isinstance(error, TrialHangs):
-            raise no_step(self.trials.name, error.seconds, self.state.startup_seconds, self._deadline) from None
+            raise no_step(self.trials.name, error, self.state.startup_seconds, self._deadline) from None
         if not isinstance(error, TrialEnded):
             raise error
         if not error.leaves_enough_steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from flatout.errors import ScriptError
-from flatout.script.trial.answers import MORE_STEPS
+from flatout.script.trial.answers import MORE_STEPS, TrialHangs
 from flatout.search.deadline import Deadline
 from flatout.search.search import SEARCH_SHARE
 from flatout.tuning.windows import FewSteps
@@ -20,9 +20,10 @@ LEAST_INCREASE = 1.5
 MORE_TIME = "allow more time: --budget (in Python: seconds=)"
 
 
-def no_step(name: str, waited_seconds: float, startup_seconds: float | None, deadline: Deadline) -> ScriptError:
+def no_step(name: str, hang: TrialHangs, startup_seconds: float | None, deadline: Deadline) -> ScriptError:
     """The script had made no step when the search's time was up; `startup_seconds`: until its first step, if known."""
-    what = f"{name}: no step in {format_seconds(waited_seconds)}"
+    at = f"; it was at {hang.location}" if hang.location else ""
+    what = f"{name}: no step in {format_seconds(hang.seconds)}{at}"
     if startup_seconds is not None:
         what = f"{name}: starting it takes {format_seconds(startup_seconds)}, and no time was left to time its steps"
     return ScriptError(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flatout.application.tune import tune
-from flatout.errors import ScriptError, UsageError
+from flatout.errors import ScriptError, TrialError, UsageError
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
@@ -24,6 +24,7 @@ from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import TrialEnded, TrialHangs
 from flatout.script.trial.setup import TrialSetup
 from flatout.tuning.numerics import Numerics
+from flatout.tuning.ranks import group as ranks_group
 from flatout.tuning.ranks.group import as_one
 from flatout.tuning.ranks.script import ScriptRanks, ScriptRanksTrial
 from flatout.tuning.script_tuning import TuneRequest, tune_script
@@ -333,8 +334,9 @@ def test_ranks_that_wait_for_one_another_hang(group: Group) -> None:
     trial = group("if step == 4 and rank == 0: time.sleep(1000)", hangs=3.0)
     trial.start()
     trial.expected_step_seconds = 0.01
-    with pytest.raises(TrialHangs, match=r"no step for \d+ s: it hangs"):
+    with pytest.raises(TrialHangs, match=r"no step for \d+ s: it hangs at train.py:\d+") as hang:
         trial.window([], settle=0, steps=30)
+    assert "(rank 0)" in hang.value.location
 
 
 @needs_linux
@@ -410,3 +412,18 @@ def test_a_group_that_never_started_removes_nothing(tmp_path: Path, monkeypatch:
     with ScriptRanksTrial(setup, 2):
         pass
     assert (tmp_path / "scratch" / "mine").read_text() == "kept"
+
+
+def test_a_group_is_closed_although_its_folder_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a trial that is one process is."""
+
+    def busy(folder: Path) -> None:
+        raise TrialError(f"cannot remove {folder}: Device or resource busy")
+
+    monkeypatch.setattr(ranks_group, "cleanup", busy)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    with ScriptRanks(setup=setup, count=2).trial() as trial:
+        trial._spawned = True
+    assert not trial.alive

@@ -20,7 +20,7 @@ from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.threads import Threads
 from flatout.script.entry import Target
-from flatout.script.trial.answers import Window
+from flatout.script.trial.answers import TrialHangs, Window
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
@@ -145,10 +145,12 @@ def test_a_search_that_is_stopped_says_so_and_keeps_what_it_has(tmp_path: Path) 
 
 
 def test_silence_is_told_with_the_budget_that_was_given() -> None:
-    error = no_step("train.py", 6.0, None, Deadline(10.0, clock=Clock()))
+    error = no_step("train.py", TrialHangs(6.0), None, Deadline(10.0, clock=Clock()))
     assert str(error).startswith(
         "train.py: no step in 6 s; the budget is 10 s; allow more time: --budget (in Python: seconds=)"
     )
+    located = no_step("train.py", TrialHangs(6.0, "train.py:9 in evaluate"), None, Deadline(10.0, clock=Clock()))
+    assert str(located).startswith("train.py: no step in 6 s; it was at train.py:9 in evaluate; the budget is 10 s")
 
 
 def test_what_the_time_did_not_suffice_for_is_listed_once(tmp_path: Path) -> None:

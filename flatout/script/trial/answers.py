@@ -98,9 +98,11 @@ class TrialStopped(TrialError):
 class TrialHangs(TrialError):
     """The process was silent for so long that it counts as hanging."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        super().__init__(f"no step for {seconds:.0f} s: it hangs")
+    def __init__(self, seconds: float, location: str = "") -> None:
+        """location: where the script is, as 'train.py:92 in evaluate'; '' where that is unknown."""
+        self.seconds, self.location = seconds, location
+        at = f" at {location}" if location else ""
+        super().__init__(f"no step for {seconds:.0f} s: it hangs{at}")
 
 
 class TrialSettled(TrialError):

@@ -15,6 +15,7 @@ from typing import NoReturn
 from flatout.script.determinism_watch import DeterminismWatch
 from flatout.script.preloaded import Preloaded
 from flatout.script.trial.forking import ForkPoint
+from flatout.script.trial.hang_location import STACKS, dump_on_signal
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.script.trial.session import Session, Turn
@@ -35,6 +36,7 @@ def begin(config: TrialConfig, descriptors: Sequence[int], preloaded: Preloaded 
     child = IsolatedChild(config, write_fd)
     commands = os.fdopen(read_fd, "r")
     child.isolate()
+    dump_on_signal(Path(config["scratch"]) / STACKS)
     command = config["command"]
     observer: Observer
     if command is None:

@@ -24,6 +24,7 @@ from flatout.machine.ranks import joined_rank
 from flatout.plan_choices import ChoiceValue
 from flatout.script.entry import Target, execute
 from flatout.script.process_end import call_at_end, leave_at_once
+from flatout.script.trial.hang_location import STACKS, dump_on_signal
 from flatout.script.trial.isolated_child import Answer, ended_answer
 from flatout.script.trial.session import Session
 
@@ -129,6 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     settings, target = rank_settings(folder)
     place = launched()
     assert place is not None
+    dump_on_signal(folder / f"{STACKS}-{place[0]}")
     child = CommandedRank(folder, lambda: place[0], target)
     session = Session(child, settings["levers"], settings["choices"], child.read)
     session.install()

@@ -39,6 +39,7 @@ from flatout.script.isolation import cleanup
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled, TrialStopped
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, Patience, as_json
 from flatout.script.trial.forked import KILLED, Forked, ForkOfTrial
+from flatout.script.trial.hang_location import STACKS, location
 from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent
 
@@ -384,6 +385,13 @@ class TrialProcess(CommandedTrial):
             process = None if self._parent is None else self._parent._process
         return 0.0 if process is None or isinstance(process, ForkOfTrial) else cpu_seconds(process.pid)
 
+    def _location(self) -> str:
+        """The line at which the script is; '' where that is unknown, as of a fork."""
+        process = self._process
+        if process is None or isinstance(process, ForkOfTrial):
+            return ""
+        return location(process.pid, self._folder / "scratch" / STACKS, self.setup.target.folder)
+
     def _read_line(self, timeout_seconds: float, *, starting: bool) -> bytes:
         interruptible = self.interruptible and not starting
         awaited = Patience(timeout_seconds, None if starting else self._computed_seconds)
@@ -404,7 +412,7 @@ class TrialProcess(CommandedTrial):
                 assert self._process is not None
                 raise TrialDied(self._process.wait())
             if not ready and awaited.is_over():
-                raise TrialHangs(awaited.waited_seconds)
+                raise TrialHangs(awaited.waited_seconds, self._location())
             gone = not ready and not self.alive
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")

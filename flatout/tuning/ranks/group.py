@@ -25,6 +25,7 @@ from flatout.script.reference import CheckFound
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, most_of
 from flatout.script.trial.commanded_rank import ANSWERS, COMMANDS
 from flatout.script.trial.commands import CommandedTrial, Patience
+from flatout.script.trial.hang_location import STACKS, location
 from flatout.script.trial.messages import Command
 from flatout.script.trial.process import START_TIMEOUT_SECONDS, STOP_POLL_SECONDS, cpu_seconds
 from flatout.script.trial.setup import TrialSetup
@@ -111,7 +112,8 @@ class RankGroup(CommandedTrial):
                 os.close(pipe)
         self._job, self._commands, self._answers = None, [], []
         for scratch in self.scratch() if self._spawned else ():
-            cleanup(scratch)
+            with contextlib.suppress(TrialError):  # the owner of the work folder tries again
+                cleanup(scratch)
 
     def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
         for rank in reversed(range(self.count)):  # the first rank, which takes the time, begins last
@@ -126,7 +128,7 @@ class RankGroup(CommandedTrial):
             missing = [rank for rank in range(self.count) if rank not in found]
             arrived = self._read(patience.seconds_left, missing, interruptible=interruptible)
             if not arrived and patience.is_over():
-                raise TrialHangs(patience.waited_seconds)
+                raise TrialHangs(patience.waited_seconds, self._locations(missing))
             for rank, answer in arrived:
                 self.check(answer)
                 found[rank] = answer
@@ -136,6 +138,16 @@ class RankGroup(CommandedTrial):
             if ended := {rank: answer for rank, answer in arrived if answer["event"] == "ended"}:
                 self._explain_end(ended)
         return [found[rank] for rank in range(self.count)]
+
+    def _locations(self, ranks: Sequence[int]) -> str:
+        """The lines at which these ranks are; '' where they are unknown, as of ranks that the script starts itself."""
+        assert self._job is not None
+        found: dict[str, list[str]] = {}
+        for rank in ranks:
+            at = location(self._job.process.pid, self.folder / f"{STACKS}-{rank}", self.setup.target.folder)
+            if at:
+                found.setdefault(at, []).append(str(rank))
+        return ", ".join(f"{at} (rank {' and '.join(where)})" for at, where in found.items())
 
     def _computed_seconds(self) -> float:
         return 0.0 if self._job is None else cpu_seconds(self._job.process.pid)
