@@ -159,7 +159,8 @@ class CachingAllocator:
         last = pool.last if self.settings.expandable_segments else None
         grows = last is not None and not last.allocated
         if self.settings.expandable_segments:
-            taken = rounded_up(size - (last.size if last is not None and grows else 0), pool.page_bytes)
+            there = last.size if last is not None and grows else 0  # more than enough, if kept for large requests
+            taken = rounded_up(max(0, size - there), pool.page_bytes)
         elif pool.small or size < _LARGE_ALONE_BYTES:
             taken = pool.page_bytes
         else:

@@ -283,8 +283,8 @@ def _collective(name: str, size: int, here: Ranks) -> tuple[Callable[[], object]
     whole: Tensor = torch.zeros(part * here.count, device=here.device)
     own = torch.zeros(part, device=here.device)
     # Renamed in torch 2.13; getattr, because the types of older versions lack the new name.
-    scatter: Callable[[Tensor, Tensor], object] = getattr(
-        distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
+    scatter: Callable[[Tensor, Tensor], object] = (
+        getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     )
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: distributed.all_reduce(whole),

@@ -157,6 +157,15 @@ def test_try_allocate_expandable_block_grows_from_the_free_end() -> None:
     assert device.reserved_bytes == 80 * MIB
 
 
+def test_try_allocate_expandable_block_takes_the_free_end_that_is_kept_for_large_requests() -> None:
+    """get_free_block refuses it; before pages that are not mapped it is taken all the same, and nothing is mapped."""
+    device = allocator("expandable_segments:True,max_split_size_mb:40")
+    device.free(device.allocate(300 * MIB))
+    assert places(device.allocate(39 * MIB)) == [(0, 39)]
+    assert places(*free_blocks(device)) == [(39, 261)]
+    assert device.reserved_bytes == 300 * MIB
+
+
 def test_get_free_block_spends_the_room_to_grow_last() -> None:
     device = allocator("expandable_segments:True")
     first, _ = device.allocate(18 * MIB), device.allocate(20 * MIB)
@@ -220,11 +229,13 @@ SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(1, 64 * MIB), st.sampled_
 def test_memory_is_never_lost_or_doubled(text: str, events: list[tuple[bool, int, int]]) -> None:
     device, live = allocator(text), list[Block]()
     for frees, size, stream in events:
+        before = device.reserved_bytes
         if frees and live:
             device.free(live.pop(size % len(live)))
         else:
             live.append(device.allocate(size, stream))
             assert live[-1].size >= size
+        assert device.reserved_bytes >= before  # nothing is given back
         check_consistency(device, live)
     while live:
         device.free(live.pop())

@@ -91,3 +91,15 @@ def test_ranks_that_do_not_find_each_other_end_with_a_sentence(tmp_path: Path, m
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit, match=r"preflight: RANK .*set, but not WORLD_SIZE"):
         measure_collectives.main([str(tmp_path / "found.json")])
+
+
+WITHOUT_OLD_NAMES = """
+for old, new in (("all_gather_into_tensor", "all_gather_single"), ("reduce_scatter_tensor", "reduce_scatter_single")):
+    if hasattr(distributed, new):
+        delattr(distributed, old)
+"""
+
+
+def test_collectives_are_called_by_the_names_that_this_torch_has(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for code, _, errors in run_ranks(WITHOUT_OLD_NAMES + MEASURE, 2, 0.2, 8192, tmp_path / "found"):
+        assert (code, errors) == (0, "")

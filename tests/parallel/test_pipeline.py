@@ -224,3 +224,28 @@ leave()
 def test_empty_entries_of_an_optimizer_hide_no_state_of_another_rank(run_ranks: RunRanks) -> None:
     for code, said, errors in run_ranks(TOUCHING, 2):
         assert (code, said) == (0, "{3}\n"), errors
+
+
+FORGOTTEN = (
+    MODELS
+    + """
+import gc, weakref
+def trained():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    plan = Plan(parallel="pipeline", micro_batches=2)
+    step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), plan)
+    step(torch.ones(4, 4))
+    step.close()
+    return [weakref.ref(one) for one in (model, optimizer)]
+left = trained()
+gc.collect()
+print([one() is None for one in left])
+leave()
+"""
+)
+
+
+def test_a_model_and_an_optimizer_that_nobody_uses_any_more_are_freed(run_ranks: RunRanks) -> None:
+    for code, said, errors in run_ranks(FORGOTTEN, 2):
+        assert (code, said) == (0, "[True, True]\n"), errors

@@ -262,8 +262,9 @@ class Pipeline:
             loss = returned[-1][0] if isinstance(returned[-1], tuple) else returned[-1]
             self._finite = isinstance(loss, Tensor) and bool(loss.isfinite().all())
         self._ownership = known
-        self._own_state = _OWN_STATES.get(self._optimizer) or OwnState(self._optimizer, self._across)
-        _OWN_STATES[self._optimizer] = self._own_state
+        kept = _OWN_STATES.get(self._optimizer)
+        self._own_state = (kept and kept()) or OwnState(self._optimizer, self._across)
+        _OWN_STATES[self._optimizer] = weakref.ref(self._own_state)
         self._own_state.drop()
 
     def _schedule(self, parts: Sequence[object], forward: Callable[[object], object]) -> Schedule1F1B:
@@ -319,5 +320,5 @@ class Pipeline:
 
 
 _OWNERSHIP = "ownership_of_parameters"
-_OWN_STATES: weakref.WeakValueDictionary[torch.optim.Optimizer, OwnState] = weakref.WeakValueDictionary()
-"""Of optimizers whose hooks are there already; these hold the values."""
+_OWN_STATES: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OwnState]] = weakref.WeakKeyDictionary()
+"""Of optimizers whose hooks are there already; these hold the values, which hold their optimizer."""

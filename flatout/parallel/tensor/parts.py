@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-all_gather: Callable[..., object] = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-"""Renamed in torch 2.13."""
+all_gather: Callable[..., object] = (
+    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+)
+"""Renamed in torch 2.13; a later one may lack the old name."""
 
 
 class Across:
