@@ -4,25 +4,22 @@ compute        the operations of a rank's share of the batch, at the speed that 
 communication  `flatout.parallel.communication_costs`; with tensor-parallel ranks, which share each layer of a
                machine, what these exchange is exposed
 update         the optimizer's traffic with the device's memory
+
+Assumed: communication overlaps with compute wherever the strategy allows it, and slows neither down; a rank reaches the
+same FLOP/s whatever the size of its share; tensor-parallel ranks hold equal parts of weights and activations (sequence
+parallel).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from flatout.arguments import as_whole_number
 from flatout.errors import UsageError
 from flatout.parallel.communication_costs import Link, RankStep, Sharing, exchange, sent_bytes, where_time_goes
-from flatout.units import format_bytes, format_rate, format_seconds
-
-ASSUMPTIONS = (
-    "communication overlaps with compute wherever the strategy allows it, and slows neither down",
-    "a rank reaches the same FLOP/s whatever the size of its share",
-    "tensor: the ranks of a group hold equal parts of weights and activations (sequence parallel)",
-)
-SHOWN = 5
+from flatout.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +44,6 @@ class Cluster:
     """Of the device's memory, for the optimizer's update; None: the update is not counted."""
     start_seconds: float = 0.0
     """What any collective takes before it sends."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Of each figure: where it was measured or published."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "ranks_per_machine", "memory_bytes"):
@@ -90,9 +85,6 @@ class Cluster:
 
     def part_of_a_machine(self, ranks: int) -> ClusterGroup:
         return ClusterGroup(cluster=self, machines=1, per_machine=ranks)
-
-    def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "sources": dict(self.sources), "machines": self.machines}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +214,6 @@ class Workload:
             if value is not None and not 0 <= value < math.inf:
                 raise UsageError(f"{name} is {value!r}", limit="it is 0 or more, and finite")
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -291,66 +280,6 @@ class Estimate:
         return {**asdict(self), "memory": dict(self.memory), **{name: getattr(self, name) for name in derived}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """A strategy that cannot be used."""
-
-    name: str
-    reason: str
-    estimate: Estimate | None = None
-    """None: there is nothing to compute."""
-
-    def to_json(self) -> dict[str, object]:
-        return {"name": self.name, "reason": self.reason, "estimate": self.estimate and self.estimate.to_json()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranking:
-    """Strategies for one workload on one cluster, the fastest first."""
-
-    workload: Workload
-    cluster: Cluster
-    batch_size: int
-    """Samples of all ranks in a step."""
-    fitting: tuple[Estimate, ...]
-    left_out: tuple[LeftOut, ...]
-    assumptions: tuple[str, ...] = ASSUMPTIONS
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "workload": self.workload.to_json(),
-            "cluster": self.cluster.to_json(),
-            "batch_size": self.batch_size,
-            "fitting": [one.to_json() for one in self.fitting],
-            "left_out": [one.to_json() for one in self.left_out],
-            "assumptions": list(self.assumptions),
-        }
-
-
-def rank_strategies(workload: Workload, cluster: Cluster, batch_size: int) -> Ranking:
-    """Estimate every strategy: ddp, zero1 and fsdp over all ranks, and with the layers split within each machine.
-
-    batch_size: samples of all ranks in a step. Raises UsageError where it is no whole number above 0.
-    """
-    as_whole_number(batch_size, "batch_size")
-    fitting, left_out = [], []
-    for sharing, tensor_ranks, reason in _strategies(workload, cluster, batch_size):
-        name = sharing if tensor_ranks == 1 else f"tensor {tensor_ranks} x {sharing}"
-        if reason:
-            left_out.append(LeftOut(name=name, reason=reason))
-            continue
-        found = estimate(workload, cluster, batch_size, sharing, tensor_ranks=tensor_ranks)
-        if found.fits:
-            fitting.append(found)
-        else:
-            left_out.append(LeftOut(name=name, reason=found.reason, estimate=found))
-    # Of two that are equally fast, the simpler one, which comes first.
-    fitting.sort(key=lambda one: one.step_seconds)
-    return Ranking(
-        workload=workload, cluster=cluster, batch_size=batch_size, fitting=tuple(fitting), left_out=tuple(left_out)
-    )
-
-
 def estimate(
     workload: Workload, cluster: Cluster, batch_size: int, sharing: Sharing, *, tensor_ranks: int = 1
 ) -> Estimate:
@@ -383,23 +312,6 @@ def estimate(
         peak_at=peak_at,
         memory_bytes=cluster.memory_bytes,
     )
-
-
-def _strategies(workload: Workload, cluster: Cluster, batch_size: int) -> Iterator[tuple[Sharing, int, str]]:
-    """(sharing, tensor-parallel ranks, why not), the simplest first."""
-    degrees = [1] if cluster.ranks == 1 else [1, *_degrees(cluster.own_ranks)]
-    for tensor_ranks in degrees:
-        reason = _refusal(workload, cluster, batch_size, tensor_ranks)
-        sharings: tuple[Sharing, ...] = ("ddp", "zero1", "fsdp") if tensor_ranks == 1 else ("ddp", "fsdp")
-        if cluster.ranks == tensor_ranks:
-            sharings = ("ddp",)  # there is one replica, and nothing to share
-        for sharing in sharings:
-            yield sharing, tensor_ranks, reason
-
-
-def _degrees(own: int) -> list[int]:
-    """Over how many of a machine's ranks a layer can be split."""
-    return [count for count in range(2, own + 1) if own % count == 0]
 
 
 def _refusal(workload: Workload, cluster: Cluster, batch_size: int, tensor_ranks: int) -> str:
@@ -501,32 +413,6 @@ class _Part:
         if sum(start.values()) >= sum(end.values()):
             return start, "the start of the backward pass"
         return end, "the end of the backward pass"
-
-
-def ranking_text(found: Ranking) -> str:
-    """The fastest strategies with their reasons, then why the others were left out."""
-    cluster = found.cluster
-    machines = f"{cluster.machines} machine{'s' * (cluster.machines != 1)}"
-    head = (
-        f"{found.workload.name} · {cluster.ranks} ranks on {machines} · {found.batch_size} samples a step · estimated"
-    )
-    lines = [head]
-    for number, one in enumerate(found.fitting[:SHOWN], start=1):
-        figures = (
-            f"{format_seconds(one.step_seconds):>8} a step  {format_rate(one.samples_per_second, 'samples/s'):>16}"
-        )
-        lines.append(f"{number}  {one.name:18}{figures}  {format_bytes(one.peak_bytes):>8} a rank  {one.reason}")
-    if not found.fitting:
-        lines.append("none fits")
-    slower = len(found.fitting) - SHOWN
-    if slower > 0:
-        lines.append(f"   and {slower} slower: {', '.join(one.name for one in found.fitting[SHOWN:])}")
-    reasons: dict[str, list[str]] = {}
-    for left in found.left_out:
-        reasons.setdefault(left.reason, []).append(left.name)
-    lines += [f"left out  {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    lines += [f"assumed   {assumption}" for assumption in found.assumptions]
-    return "\n".join(lines)
 
 
 def _check_number(name: str, value: object, *, zero: bool = False) -> None:

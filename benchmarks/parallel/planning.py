@@ -1,30 +1,22 @@
-"""`python -m benchmarks.parallel.planning`: planned steps beside those torchtitan published, and plans without a judge.
+"""`python -m benchmarks.parallel.planning`: planned steps beside those torchtitan published.
 
 Two constants are taken from published rows: which share of the peak the products of Llama reach, eager and compiled,
 each from its row on 8 GPUs. These rows are labelled 'fitted'; the others are the test. Everything else is published:
 see published_runs.py. Errors are planned / published - 1. Memory is a sum of tensors, and published as reserved.
-
-Nobody published the plans for 8, 64 and 1,024 GPUs below: they are predictions, printed with links at half their
-bandwidth too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parallel.estimates import Estimate, estimate, rank_strategies, ranking_text
-from benchmarks.parallel.published_runs import LLAMA_8B, RUNS, Run, grand_teton, workload
+from benchmarks.parallel.estimates import Estimate, estimate
+from benchmarks.parallel.published_runs import RUNS, SOURCES, Run, grand_teton, workload
 from flatout import __version__
-from flatout.parallel.communication_costs import Link
 
 TOKENS = 8192
-PREDICTED_GPUS = (8, 64, 1024)
-PREDICTED_SAMPLES = 2
-"""Of each GPU."""
 
 
 def main() -> None:
@@ -33,11 +25,8 @@ def main() -> None:
     out = parser.parse_args().out
     found = planned()
     print(published_text(found["published"]))
-    for one in found["predictions"]:
-        print(f"\nprediction: {one['gpus']} GPUs{one['links']}\n{one['text']}")
     if out is not None:
-        kept = {**found, "predictions": [{k: v for k, v in one.items() if k != "text"} for one in found["predictions"]]}
-        out.write_text(json.dumps(kept, indent=1) + "\n")
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def planned() -> dict[str, Any]:
@@ -45,13 +34,9 @@ def planned() -> dict[str, Any]:
     return {
         "benchmark": "parallel.planning",
         "flatout": __version__,
+        "sources": SOURCES,
         "efficiencies": efficiencies,
         "published": [row(run, efficiencies) for run in RUNS],
-        "predictions": [
-            prediction(gpus, efficiencies["compiled"], half_links=half)
-            for gpus in PREDICTED_GPUS
-            for half in (False, True)
-        ],
     }
 
 
@@ -70,7 +55,7 @@ def _efficiency(run: Run) -> float:
 
 
 def plan(run: Run, efficiency: float) -> Estimate:
-    cluster = grand_teton(run.gpus, efficiency=efficiency, why=f"fitted to the {_mode(run)} run on 8 GPUs")
+    cluster = grand_teton(run.gpus, efficiency=efficiency)
     batch_size = run.samples_per_replica * run.gpus // run.tensor_ranks
     work = workload(run.model, length=TOKENS, checkpointing=run.checkpointing)
     return estimate(work, cluster, batch_size, run.sharing, tensor_ranks=run.tensor_ranks)
@@ -103,24 +88,6 @@ def row(run: Run, efficiencies: dict[str, float]) -> dict[str, Any]:
             "memory": None if run.memory_gib is None else gib / run.memory_gib - 1,
         },
     }
-
-
-def prediction(gpus: int, efficiency: float, *, half_links: bool) -> dict[str, Any]:
-    cluster = grand_teton(gpus, efficiency=efficiency, why="fitted to the compiled run on 8 GPUs")
-    if half_links:
-        cluster = replace(cluster, within=_half(cluster.within), between=_half(cluster.between))
-    found = rank_strategies(workload(LLAMA_8B), cluster, PREDICTED_SAMPLES * gpus)
-    return {
-        "label": "prediction",
-        "gpus": gpus,
-        "links": ", links at half their bandwidth" if half_links else "",
-        "ranking": found.to_json(),
-        "text": ranking_text(found),
-    }
-
-
-def _half(link: Link | None) -> Link | None:
-    return link and replace(link, bytes_per_second=link.bytes_per_second / 2)
 
 
 def published_text(rows: list[dict[str, Any]]) -> str:

@@ -107,6 +107,7 @@ def workload(model: Llama, *, length: int = 8192, checkpointing: Checkpointing =
 PEAK_FLOPS_PER_SECOND = 989.5e12
 """bf16, dense, of an H100 SXM by NVIDIA's data sheet. The GPUs of these runs have HBM2e and a limit of 500 W."""
 SOURCES = {
+    "flops_per_second": f"a fitted share of {PEAK_FLOPS_PER_SECOND / 1e12} TFLOP/s (NVIDIA's H100 data sheet)",
     "memory_bytes": "95 GiB: 96 GB of HBM2e, less what the driver keeps (torchtitan's benchmarks/, hardware)",
     "memory_bytes_per_second": "2.4 TB/s, published (torchtitan's benchmarks/, hardware)",
     "within": "NVLink 4: 900 GB/s, both ways together (NVIDIA's H100 data sheet); 3.4 us a hop (NCCL's tuning.cc)",
@@ -115,9 +116,9 @@ SOURCES = {
 }
 
 
-def grand_teton(gpus: int, *, efficiency: float, why: str) -> Cluster:
-    """So many of the H100s on which torchtitan's runs were made. efficiency: the share of the peak that products reach;
-    why: where that share comes from."""
+def grand_teton(gpus: int, *, efficiency: float) -> Cluster:
+    """So many of the H100s on which torchtitan's runs were made. efficiency: the share of the peak that products
+    reach."""
     return Cluster(
         ranks=gpus,
         ranks_per_machine=8,
@@ -127,7 +128,6 @@ def grand_teton(gpus: int, *, efficiency: float, why: str) -> Cluster:
         between=Link(latency_seconds=14e-6, bytes_per_second=50e9),
         memory_bytes_per_second=2.4e12,
         start_seconds=8.4e-6,
-        sources={**SOURCES, "flops_per_second": f"{efficiency:.1%} of {PEAK_FLOPS_PER_SECOND / 1e12} TFLOP/s: {why}"},
     )
 
 

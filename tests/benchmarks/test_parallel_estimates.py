@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel.estimates import Cluster, Workload, estimate, rank_strategies, ranking_text
+from benchmarks.parallel.estimates import Cluster, Workload, estimate
 from flatout.errors import UsageError
 from flatout.parallel.communication_costs import BUCKET_BYTES, Link
 
@@ -138,51 +138,20 @@ def test_autocast_keeps_a_copy() -> None:
     assert estimate(gathered, CLUSTER, 32, "fsdp").memory["temporaries"] == 0
 
 
-def test_what_does_not_fit_is_left_out_with_what_it_needs() -> None:
+def test_what_does_not_fit_says_what_it_needs() -> None:
     small = replace(CLUSTER, memory_bytes=3 * 2**30)
-    found = rank_strategies(BLOCKS_ONLY, small, 32)
-    left = {one.name: one.reason for one in found.left_out}
-    assert left["ddp"] == "needs 3.35 GiB of 3 GiB, 1.86 GiB of it for activations"
-    assert "fsdp" in [one.name for one in found.fitting]
-    seconds = [one.step_seconds for one in found.fitting]
-    assert seconds == sorted(seconds)
-    assert all(one.fits for one in found.fitting)
-
-
-def test_why_others_are_left_out() -> None:
-    found = rank_strategies(replace(BLOCKS_ONLY, heads=4), CLUSTER, 24)
-    reasons = {one.name: one.reason for one in found.left_out}
-    assert reasons["ddp"] == "a batch of 24 is not divisible by 16 replicas"
-    assert reasons["tensor 8 x ddp"] == "8 does not divide the model's 4 heads"
-    assert {one.name for one in found.fitting} == {
-        "tensor 2 x ddp", "tensor 2 x fsdp", "tensor 4 x ddp", "tensor 4 x fsdp"
-    }  # fmt: skip
-    whole = rank_strategies(replace(BLOCKS_ONLY, hidden_bytes_per_sample=None), CLUSTER, 32)
-    assert {one.reason for one in whole.left_out} == {"it is not known how the model's layers are split"}
-
-
-def test_ranks_of_one_machine_that_share_the_model_share_no_data() -> None:
-    found = rank_strategies(BLOCKS_ONLY, replace(CLUSTER, ranks=8, between=None), 8)
-    names = [one.name for one in found.fitting]
-    assert "tensor 8 x ddp" in names
-    assert "tensor 8 x fsdp" not in names
-
-
-def test_one_rank_has_one_strategy() -> None:
-    alone = Cluster(ranks=1, ranks_per_machine=1, flops_per_second=1e12, memory_bytes=40 * 10**9)
-    found = rank_strategies(BLOCKS_ONLY, alone, 1)
-    assert [one.name for one in found.fitting] == ["ddp"]
-    assert found.fitting[0].communication_seconds == 0
-    assert found.fitting[0].reason == "compute 6 s"
-
-
-def test_it_is_shown_and_written() -> None:
-    found = rank_strategies(BLOCKS_ONLY, replace(CLUSTER, memory_bytes=3 * 2**30), 32)
-    text = ranking_text(found)
-    assert text.startswith("blocks · 16 ranks on 2 machines · 32 samples a step · estimated\n1  ")
-    assert "left out  ddp: needs 3.35 GiB of 3 GiB" in text
-    assert "assumed   communication overlaps with compute" in text
+    found = estimate(BLOCKS_ONLY, small, 32, "ddp")
+    assert not found.fits
+    assert found.reason == "needs 3.35 GiB of 3 GiB, 1.86 GiB of it for activations"
+    assert estimate(BLOCKS_ONLY, small, 32, "fsdp").fits
     json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = Cluster(ranks=1, ranks_per_machine=1, flops_per_second=1e12, memory_bytes=40 * 10**9)
+    found = estimate(BLOCKS_ONLY, alone, 1, "ddp")
+    assert found.communication_seconds == 0
+    assert found.reason == "compute 6 s"
 
 
 @pytest.mark.parametrize(
@@ -209,8 +178,12 @@ def test_impossible_plans_are_refused() -> None:
         estimate(BLOCKS_ONLY, CLUSTER, 32, "ddp", tensor_ranks=3)
     with pytest.raises(UsageError, match="0 does not divide"):
         estimate(BLOCKS_ONLY, CLUSTER, 32, "ddp", tensor_ranks=0)
+    with pytest.raises(UsageError, match="8 does not divide the model's 4 heads"):
+        estimate(replace(BLOCKS_ONLY, heads=4), CLUSTER, 24, "ddp", tensor_ranks=8)
+    with pytest.raises(UsageError, match="it is not known how the model's layers are split"):
+        estimate(replace(BLOCKS_ONLY, hidden_bytes_per_sample=None), CLUSTER, 32, "ddp", tensor_ranks=8)
     with pytest.raises(UsageError, match="batch_size is 0"):
-        rank_strategies(BLOCKS_ONLY, CLUSTER, 0)
+        estimate(BLOCKS_ONLY, CLUSTER, 0, "ddp")
 
 
 @pytest.mark.parametrize(

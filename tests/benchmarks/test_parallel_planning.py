@@ -31,8 +31,6 @@ def test_every_row_says_what_it_is() -> None:
         assert ("planned" in one) == (run.precision == "bf16" and not run.async_tensor_parallel)
         if one["label"] == "fitted":
             assert one["errors"]["tokens_per_second"] == pytest.approx(0, abs=1e-6)
-    assert {one["label"] for one in found["predictions"]} == {"prediction"}
-    assert {one["gpus"] for one in found["predictions"]} == {8, 64, 1024}
     assert {run.gpus for run in RUNS} >= {8, 128, 256}
     assert "fitted" in planning.published_text(found["published"])
     json.dumps(found, allow_nan=False)
