@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 import psutil
 
 from flatout.decoding import decode
+from flatout.descendants import descendants
 from flatout.errors import UsageError
 from flatout.notebook_tables import table_html
 from flatout.statistics import iqr, median, median_interval
@@ -139,9 +140,8 @@ def _allowed_cores(count: int) -> list[int]:
 
 
 def _busy_seconds_of_own() -> float:
-    me = psutil.Process()
     total = 0.0
-    for process in (me, *me.children(recursive=True)):
+    for process in (psutil.Process(), *descendants()):
         try:
             times = process.cpu_times()
         except psutil.Error:  # a child that has just ended

@@ -54,8 +54,6 @@ class AppliedPlan:
         """None: not needed yet."""
         self.proved_for: str | None = None
         self._verified = False
-        self._changed: list[str] = []
-        """Of the script's own files, those that were edited since the tune."""
         self._visible_before = visible_before
         self._announce, self._while_verifying = announce, while_verifying
 
@@ -120,7 +118,11 @@ class AppliedPlan:
         verifies: may it be? Otherwise it is not applied; nor is it in one of several ranks, whose trials would have no
         others."""
         environment.forget_verified_plan()
-        if self.plan is None or not self.plan.choices():
+        if self.plan is None:
+            return
+        if changed := self._edited_since(self.plan):
+            self.plan = replace(self.plan, flops_per_step=None)
+        if not self.plan.choices():
             return
         from flatout.levers.catalogue import LEVERS
         from flatout.levers.lever import choices_of_plan
@@ -133,7 +135,7 @@ class AppliedPlan:
         elif mismatch is not None and not trusted:
             self._verify(self.plan, mismatch, self.machine)
         elif not trusted:
-            self._compare(self.plan)
+            self._compare(self.plan, changed)
         self.choices = choices_of_plan(self.plan.choices(), LEVERS, self.plan.proved_reduced)
         self._enter_environment()
 
@@ -160,26 +162,30 @@ class AppliedPlan:
 
     def _with_own_flops(self, plan: Plan) -> Plan:
         """FLOPs were counted of a step of one script with its arguments; a step of this run may be another one."""
-        same = plan.script is not None and same_script(plan.script, self.target)
-        if same and plan.sources:
-            from flatout.script.own_files import changed_since
-
-            self._changed = changed_since(self.target, plan.sources)
-        same = same and not self._changed and self._has_its_arguments(plan)
+        same = self._is_for_this_script(plan) and self._has_its_arguments(plan)
         return plan if same else replace(plan, flops_per_step=None)
+
+    def _edited_since(self, plan: Plan) -> list[str]:
+        """Of the script's own files, those that were edited since the tune."""
+        from flatout.script.own_files import changed_since
+
+        return changed_since(self.target, plan.sources) if plan.sources and self._is_for_this_script(plan) else []
+
+    def _is_for_this_script(self, plan: Plan) -> bool:
+        return plan.script is not None and same_script(plan.script, self.target)
 
     def _has_its_arguments(self, plan: Plan) -> bool:
         return plan.arguments_digest == arguments_digest(self.target.arguments)
 
-    def _compare(self, plan: Plan) -> None:
+    def _compare(self, plan: Plan, changed: Sequence[str]) -> None:
         """Other arguments, or another source, may mean another loop: what was proved in lower precision is applied to
         the same one alone."""
         if plan.script is not None and not self._has_its_arguments(plan):
             tuned = f" ({shlex.join(plan.argv)})" if plan.argv else ""  # a plan may keep their digest alone
             self.notes.append(f"the plan was tuned with other arguments{tuned}: tune again with these to be sure")
             self.proved_for = plan.loop or ""
-        if self._changed:
-            self.notes.append(f"{', '.join(self._changed)} changed since the tune: tune again to be sure")
+        if changed:
+            self.notes.append(f"{', '.join(changed)} changed since the tune: tune again to be sure")
             self.proved_for = plan.loop or ""
 
     def _verify(self, plan: Plan, mismatch: str, machine: Machine) -> None:

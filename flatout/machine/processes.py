@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from flatout.descendants import descendants
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessUse:
@@ -57,7 +59,7 @@ def processes_below(pid: int) -> tuple[ProcessUse, ...]:
     """Those that a process has started, and those that these have; without what may not be read."""
     found = []
     with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(pid).children(recursive=True):
+        for one in descendants(pid):
             with contextlib.suppress(psutil.Error), one.oneshot():
                 times = one.cpu_times()
                 found.append(

@@ -100,14 +100,15 @@ class Attempt:
             if skipped:
                 self._put_back_buffers()
             return
-        for layer, name, tensor, _, value in self._buffers:
-            if value is None:
+        for one in self._buffers:
+            if one.value is None:
                 continue
-            if current(layer, name) is tensor and tensor.layout is torch.strided:
+            tensor = one.tensor
+            if current(one.layer, one.name) is tensor and tensor.layout is torch.strided:
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    tensor.copy_(torch.where(skipped.to(tensor.device), value, tensor))
+                    tensor.copy_(torch.where(skipped.to(tensor.device), one.value, tensor))
             elif known and skipped:
-                self._put_back_buffers()
+                one.put_back()
 
     def keep_changed(self) -> set[Key]:
         """Keep the copies of those alone that this attempt has changed, and of norms, which a layer that is frozen now

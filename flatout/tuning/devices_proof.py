@@ -207,7 +207,7 @@ def _recorded(target: Target, devices: int, settings: Settings, recording: Recor
         if status or not (folder / RECORD).exists():
             number = "one device" if devices == 1 else f"{devices} devices"
             raise ScriptError(f"the script failed on {number} (exit status {status})", remedy="see its error above")
-        answer: Any = json.loads((folder / RECORD).read_text())  # as `recorded` wrote it
+        answer: Any = json.loads((folder / RECORD).read_text())  # as `trial_rank` wrote it
         parts = [json.loads((folder / f"{LOSSES}{rank}.json").read_text()) for rank in range(devices)]
         facts = Facts.read(folder) or Facts(ranks=devices)
     answer["losses"] = [

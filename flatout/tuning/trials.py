@@ -1,6 +1,6 @@
 """What search, proof and comparison need of trials, whatever runs in them.
 
-TrialSetup     trials of a script: each is a process of its own (`trial_process`)
+TrialSetup     trials of a script: each is a process of its own (`flatout.script.trial`)
 StepTrials     trials of a TrainStep: each is a copy of it in this process (`step_tuning`)
 """
 

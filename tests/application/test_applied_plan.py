@@ -125,3 +125,14 @@ def test_a_plan_for_what_the_script_was_before_an_edit(folder: Path, edited: boo
     assert run.plan.flops_per_step == (None if edited else 1e9)
     assert run.proved_for == ("a loop" if edited else None)
     assert run.notes == ["net.py changed since the tune: tune again to be sure"] * edited
+
+
+def test_the_number_of_devices_is_known_before_the_script_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every run asks for it first, and reading all of a script's own files takes a while."""
+    plan = Plan(script="train.py", devices=2, sources=("sha256:0 train.py",), flops_per_step=1e9)
+    write_plan("p.toml", plan)
+    monkeypatch.setattr("flatout.script.own_files.own_files", lambda target: pytest.fail("they were read"))
+    run = applied()
+    run.read("p.toml")
+    assert run.plan is not None
+    assert run.plan.devices == 2

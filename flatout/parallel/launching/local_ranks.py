@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from flatout import environment
+from flatout.descendants import descendants
 from flatout.errors import MachineError
 from flatout.machine.detect import usable_cores
 from flatout.parallel import heartbeat
@@ -279,7 +280,7 @@ class LocalRanks:
         """What ranks put into sessions of their own. It came to us when its parent ended; its environment is theirs."""
         mine = str(self._guard.folder)
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process().children(recursive=True):
+            for child in descendants():
                 with contextlib.suppress(psutil.Error, OSError):
                     if child.environ().get(environment.HEARTBEAT, "").startswith(mine):
                         child.kill()

@@ -22,6 +22,8 @@ from typing import Literal, NoReturn
 
 import psutil
 
+from flatout.descendants import descendants
+
 from . import kernel
 
 Mode = Literal["namespace", "reaper"]
@@ -132,7 +134,7 @@ def _reader_is_gone(pipe: int) -> bool:
 def _end_descendants() -> None:
     """Kill what descends from this process, until there is nothing left to wait for."""
     while True:
-        for descendant in psutil.Process().children(recursive=True):
+        for descendant in descendants():
             with suppress(psutil.Error):  # it has ended meanwhile, or is another user's
                 descendant.kill()
         try:

@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 import psutil
 
 from flatout.decoding import decode
+from flatout.descendants import descendants
 from flatout.environment import launched, trial_environment
 from flatout.errors import TrialError, UsageError
 from flatout.levers.lever import Choice
@@ -423,7 +424,7 @@ def cpu_seconds(process_id: int) -> float:
     """CPU time so far of this process and everything it started, including what has ended."""
     try:
         first = psutil.Process(process_id)
-        return sum(sum(one.cpu_times()[:4]) for one in (first, *first.children(recursive=True)))
+        return sum(sum(one.cpu_times()[:4]) for one in (first, *descendants(process_id)))
     except psutil.Error:  # it has just ended: the next command will report it
         return 0.0
 

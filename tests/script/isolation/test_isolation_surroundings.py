@@ -23,6 +23,8 @@ from .users_home import HERE, SOMEBODY, give_to
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 USERS = [0, pytest.param(SOMEBODY, marks=needs_root)]
 WAYS = ["namespace", "reaper"]
+HIDDEN = ("unshare", "--mount", "sh", "-c", 'mount -t proc -o hidepid=1 proc /proc && exec "$0" "$@"')
+"""Before a command: it may not look at the processes of other users, though it sees that they are there."""
 Place = Callable[[str], Path]
 Started = subprocess.Popen[str]
 
@@ -33,7 +35,7 @@ def start(new_place: Place) -> Iterator[Callable[..., Started]]:
     begun: list[Started] = []
 
     def run(code: str, **more: Any) -> Started:
-        user = more.get("user", 0)
+        user, before = more.get("user", 0), more.pop("before", ())
         home, scratch = more.pop("home", None) or new_place("/var/tmp"), new_place("/tmp")
         if user:
             give_to(user, home)
@@ -41,7 +43,7 @@ def start(new_place: Place) -> Iterator[Callable[..., Started]]:
         asked = {"mode": "overlay", "processes": "namespace", "user": 0, "allow_network": False}
         asked |= {"network_refused": False, "scratch": str(scratch / "s"), "home": str(home), "code": code, **more}
         environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, str(HERE / "inside.py"), json.dumps(asked)]
+        command = [*before, sys.executable, str(HERE / "inside.py"), json.dumps(asked)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
         begun.append(subprocess.Popen(command, **pipes))
         return begun[-1]
@@ -81,6 +83,15 @@ print("begun", flush=True)
 @pytest.mark.parametrize("user", USERS)
 def test_detached_processes_end_with_the_script(inside: Any, way: str, user: int) -> None:
     assert inside(DETACHED + "sys.exit(7)", processes=way, user=user) == (7, "begun\n")
+
+
+@needs_root
+def test_they_end_also_where_the_processes_of_others_are_hidden(inside: Any) -> None:
+    if subprocess.run([*HIDDEN, "true"], capture_output=True).returncode:
+        pytest.skip("no such /proc here")
+    detached = DETACHED.replace("1000", "20")
+    found = inside(detached + "sys.exit(7)", mode="guard", processes="reaper", user=SOMEBODY, before=HIDDEN)
+    assert found == (7, "begun\n")
 
 
 @pytest.mark.parametrize("way", WAYS)
