@@ -202,9 +202,9 @@ class BehaviourWatch:
     def _guard(self, call: Callable[[], object]) -> None:
         """Run something of ours: its errors end the watching, and its operations and time are not the script's."""
         mine = threading.get_ident() == self._thread
-        if self._fault or not (mine or self._forward.in_backward):  # on a GPU a pass runs in autograd's own threads
+        if self._fault or not (mine or self._forward.in_autograds_thread()):
             return
-        before, self._sampler.own = self._sampler.own, True
+        before, self._sampler.own = mine and self._sampler.own, True  # one of autograd's threads may see another's
         self._calls.own = True
         try:
             with without_torch_function():

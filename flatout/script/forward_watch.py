@@ -17,6 +17,7 @@ from flatout.script.layers_alone import ConvolutionTimer, RecurrentLayers
 from flatout.script.patches import Patches
 from flatout.script.places import Places
 from flatout.torch_private.compiler import never_compiled
+from flatout.torch_private.late import dispatch
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
@@ -124,8 +125,11 @@ class ForwardWatch:
         self._patches.undo()
 
     def _listens(self) -> bool:
-        """In a backward pass also to autograd's threads, which recompute what was checkpointed."""
-        return self._on and (self.in_backward or threading.get_ident() == self._thread)
+        return self._on and (threading.get_ident() == self._thread or self.in_autograds_thread())
+
+    def in_autograds_thread(self) -> bool:
+        """Does this thread run the pass of the script's own? On a GPU it recomputes there what was checkpointed."""
+        return self.in_backward and dispatch().current_graph_task() != -1
 
     def interrupted(self) -> None:
         """A backward pass or an optimizer step: calls before it and after it are not in a row."""

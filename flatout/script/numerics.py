@@ -173,7 +173,7 @@ class NumericsRecorder:
             self._gradient_noise.add_to(held_by(subject))
 
     def _backward(self, roots: tuple[Tensor, ...]) -> None:
-        self._losses[-1] += [root.detach().float().mean() for root in roots if hasattr(root, "detach")]
+        self._losses[-1] += [_in_reals(root.detach()).float().mean() for root in roots if hasattr(root, "detach")]
         if isinstance(self._reference, ReferenceWriter):
             self._reference.backward(self._watch.inside_optimizer)
 
@@ -200,10 +200,16 @@ class NumericsRecorder:
         found = [self._early.get(id(p), p.grad) for p in parameters]
         gradients = [own_part(gradient.detach()) for gradient in found if gradient is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        gradients = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients]
         if gradients:
-            norms = foreach_norm([g.float() for g in gradients])
+            norms = foreach_norm([_in_reals(g).float() for g in gradients])
             self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
+
+
+def _in_reals(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs."""
+    import torch
+
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _in_codes(subject: Subject, weights: Mapping[str, Tensor]) -> list[str]:

@@ -135,18 +135,17 @@ def around(
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
-            known = before(*args, **kwargs)
-            if known is None:
-                return original(*args, **kwargs)
-            result = None
+            known = result = None
             try:
+                known = before(*args, **kwargs)
                 result = original(*args, **kwargs)
                 return result
             except BaseException as error:
                 leave_no_frame(error)
                 raise
             finally:
-                after(known, result)
+                if known is not None:
+                    after(known, result)
 
         return call
 

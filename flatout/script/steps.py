@@ -74,6 +74,11 @@ class StepFinder:
         """True until the leader has stepped twice: another optimizer may still turn out to end the steps."""
         return self.kind == "optimizer" and self._leader_steps < 2
 
+    def may_lead(self, identity: int) -> bool:
+        """May this optimizer turn out to end the steps, now that it steps? It is a new one, or there is no other whose
+        steps are known to end them."""
+        return self.leader is None or self.leader_is_new or identity not in self._counted
+
     @property
     def optimizers(self) -> int:
         """How many have stepped, and are not gone."""

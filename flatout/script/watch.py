@@ -230,11 +230,13 @@ class Watch:
     def _count_suspended(self, optimizer: Optimizer) -> None:
         if id(optimizer) != self.finder.leader:
             self._follow_to_its_end(optimizer)
-            if not self.finder.leader_is_new:
+            if not self.finder.may_lead(id(optimizer)):
                 if self._passing.note_other(id(optimizer)) > OTHERS_THAT_RESUME:  # another phase, another optimizer
                     self.resume()
                 return
-            self.resume()  # this optimizer may be the one that ends the steps
+            if steps_around(sys._getframe(3)):  # that of torch's wrapper around this step
+                return  # it is a part of another one's
+            self.resume()
         self.count_passed(leader_steps=True)
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
@@ -371,9 +373,11 @@ class Watch:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        if not isinstance(tensors, (Sequence, sys.modules["torch"].Tensor)):
-            tensors = tuple(tensors)
-        roots = tuple(tensors) if isinstance(tensors, Sequence) else (tensors,)
+        if hasattr(type(tensors), "__torch_function__"):  # what torch takes for a tensor
+            roots = (tensors,)
+        else:
+            tensors = tensors if isinstance(tensors, Sequence) else tuple(tensors)
+            roots = tuple(tensors)
         probing = self.finder.needs_weight_changes and not self._optimizers_open
         if probing and self._weights.changed(roots):
             self.finder.weights_changed()

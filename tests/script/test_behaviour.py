@@ -1087,6 +1087,7 @@ def test_memory_formats_are_compared_with_one_thread_too() -> None:
         seen: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             compared = layers_alone._compared
+            patch.setattr(layers_alone, "BUDGET_SECONDS", 600.0)  # a busy machine needs more than it has in a run
             patch.setattr(
                 layers_alone,
                 "_compared",
@@ -1290,14 +1291,82 @@ def test_what_another_thread_does_is_none_of_the_loop() -> None:
     assert (found.calls, len(found.optimizer_lines)) == ((), 1)
 
 
+def started_in_a_pass(function: Callable[[], object]) -> threading.Thread:
+    """A thread that calls it as one of autograd's for a GPU calls hooks."""
+
+    def hook(gradient: Tensor) -> None:
+        function()
+
+    root = torch.ones(1, requires_grad=True) * 2
+    root.register_hook(hook)
+    thread = threading.Thread(target=root.backward, args=[torch.ones(1)])
+    thread.start()
+    return thread
+
+
 def test_a_pass_in_autograds_thread_is_the_loops_as_on_a_gpu() -> None:
     watch, noted = BehaviourWatch(str(HERE.parent)), list[bool]()
     for in_pass in (False, True):
         watch._forward.in_backward = in_pass
-        thread = threading.Thread(target=watch._guard, args=[functools.partial(noted.append, in_pass)])
-        thread.start()
-        thread.join()
+        started_in_a_pass(functools.partial(watch._guard, functools.partial(noted.append, in_pass))).join()
+    beside = threading.Thread(target=watch._guard, args=[lambda: noted.append(False)])  # while the pass goes on
+    beside.start()
+    beside.join()
     assert noted == [True]
+
+
+def test_what_another_thread_begins_in_a_pass_is_not_around_the_next_forward() -> None:
+    model, other = net(), nn.Flatten()
+    inside, go_on = threading.Event(), threading.Event()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def waits(*_: object) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    other.register_forward_hook(waits)
+
+    def step(number: int) -> None:
+        thread = threading.Thread(target=other, args=[torch.ones(2, 2)])
+
+        def begins(gradient: Tensor) -> None:
+            thread.start()
+            inside.wait(60)
+
+        loss = model(data()).square().mean()
+        loss.register_hook(begins)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        go_on.set()
+        thread.join()
+        inside.clear()
+        go_on.clear()
+
+    assert sum(one.calls for one in watched(step, model).forwards) == 2 * STEPS
+
+
+def test_threads_of_autograd_that_overlap_leave_no_mark() -> None:
+    """As of several GPUs: lines of the script would no longer be sampled."""
+    watch = BehaviourWatch(str(HERE.parent))
+    watch._forward.in_backward = True
+
+    def started() -> tuple[threading.Thread, threading.Event]:
+        inside, ends = threading.Event(), threading.Event()
+
+        def waits() -> None:
+            inside.set()
+            ends.wait(60)
+
+        thread = started_in_a_pass(lambda: watch._guard(waits))
+        inside.wait(60)
+        return thread, ends
+
+    for thread, ends in [started(), started()]:
+        ends.set()
+        thread.join()
+    assert (watch._sampler.own, watch._calls.own) == (False, False)
 
 
 def test_a_backward_pass_from_a_complex_number() -> None:

@@ -432,6 +432,15 @@ def test_a_gradient_that_is_conjugated_on_reading_has_a_norm() -> None:
     assert recorder.finish()["gradient_norms"] == [pytest.approx(5.0, rel=1e-4)]
 
 
+def test_both_parts_of_a_complex_loss_count() -> None:
+    watched = Watched()
+    recorder = NumericsRecorder(watched.watch, NumericsRequest(steps=1))
+    for callback in watched.watch.at_backward:
+        callback((torch.tensor(1 + 2j),))
+    recorder.step_ended()
+    assert recorder.finish()["losses"] == [[1.5]]
+
+
 def test_what_lbfgs_keeps_in_lists_is_loaded_too(tmp_path: Path) -> None:
     def watched() -> Watched:
         found = Watched(optimizer=False)

@@ -6,13 +6,14 @@ import importlib.util
 import inspect
 import pickle
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flatout.script.patches import ImportWatch, Patches
+from flatout.script.patches import ImportWatch, Patches, around
 
 
 class Base:
@@ -156,3 +157,18 @@ def test_nothing_of_ours_is_put_over_what_a_script_put_there_or_keeps() -> None:
     Owner().method(1)
     assert calls == ["ours"]
     patches.undo()
+
+
+def test_errors_have_no_frame_of_ours_whether_the_call_is_left_alone_or_not() -> None:
+    class Owner:
+        def method(self, x: int) -> int:
+            raise ValueError(x)
+
+    ended: list[Any] = []
+    patches = Patches()
+    patches.replace(Owner, "method", around(lambda self, x: x or None, lambda begun, result: ended.append(begun)))
+    for x in (0, 1):
+        with pytest.raises(ValueError, match=str(x)) as found:
+            Owner().method(x)
+        assert [one.name for one in traceback.extract_tb(found.value.__traceback__)][1:] == ["method"]
+    assert ended == [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import signal
 import sys
@@ -570,17 +571,77 @@ def test_a_loader_that_is_made_anew_for_every_epoch_feeds_training(runner: Runne
     assert set(seen[1:]) <= {1, 2}, seen
 
 
+@pytest.mark.parametrize("fold", [gan, functools.partial(gan, critics=5), wrapped_optimizer])
 @pytest.mark.parametrize("boundary_every", [1, 16])
-def test_folds_of_a_gan_are_counted_whenever_the_watch_lets_steps_pass(boundary_every: int) -> None:
-    """Also from the first step of the critic of a new fold on: it was taken for the one that ends the steps."""
+def test_folds_are_counted_whenever_the_watch_lets_steps_pass(boundary_every: int, fold: Callable[[int], None]) -> None:
+    """Also from the first step of the critic of a new fold on, which could be the one that ends the steps."""
     watch = Watch()
     watch.install(torch)
     try:
-        gan(20)
+        fold(20)
         watch.at_boundary.append(lambda: watch.suspend(boundary_every))
         for _ in range(3):
-            gan(20)
+            fold(20)
         watch.count_passed()
     finally:
         watch.uninstall()
     assert watch.finder.steps == 80
+
+
+class LikeATensor:
+    """To torch; it holds one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [tuple(one.tensor for one in arg) if isinstance(arg, tuple) else arg for arg in args[:1]]
+        return func(*given, *args[1:], **(kwargs or {}))
+
+
+def test_a_pass_from_what_torch_takes_for_a_tensor() -> None:
+    weight, watch = torch.ones(2, requires_grad=True), Watch()
+    watch.install(torch)
+    try:
+        torch.autograd.backward(LikeATensor((weight * 3).sum()))  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(LikeATensor((weight * 2).sum()), weight)  # type: ignore[arg-type]
+    finally:
+        watch.uninstall()
+    assert weight.grad is not None
+    assert (weight.grad.tolist(), gradient.tolist(), watch.backwards) == ([3.0, 3.0], [2.0, 2.0], 2)
+
+
+class InAThread(torch.autograd.Function):
+    """Its backward runs another pass in a thread, as autograd does for a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        ctx.others = others
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        thread = threading.Thread(target=torch.autograd.backward, args=[ctx.others])
+        thread.start()
+        thread.join()
+        return gradient, None
+
+
+def test_levers_act_on_what_is_recomputed_in_autograds_thread() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def lever(module: nn.Module, call: Callable[[], object]) -> object:
+        calls.append((module, threading.current_thread() is threading.main_thread()))
+        return call()
+
+    calls: list[tuple[nn.Module, bool]] = []
+    block, head, watch = net(), net(), Watch()
+    watch.install(torch)
+    try:
+        with watch.subject.around_calls(lever):
+            inner: Any = checkpoint(block, batch(), use_reentrant=False)
+            InAThread.apply(head(batch()), [inner.sum()]).sum().backward()
+    finally:
+        watch.uninstall()
+    assert calls == [(block, True), (head, True), (block, False)]
