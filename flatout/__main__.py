@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from flatout.errors import FlatoutError
-from flatout.terminal import discard, harmless
+from flatout.terminal import discard, harmless, tell
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -26,12 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments[1:]) if arguments[:1] == ["run"] else _verb(arguments)
     except FlatoutError as error:
-        sys.stderr.write(f"error: {harmless(str(error))}\n")
+        tell(f"error: {harmless(str(error))}")
         return error.exit_code
     except KeyboardInterrupt:
         if arguments[:1] == ["run"]:
             raise  # as the script alone would end: Python shuts down, and is killed by the signal
-        sys.stderr.write("interrupted\n")
+        tell("interrupted")
         return INTERRUPTED
 
 

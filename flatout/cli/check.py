@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from flatout.cli.shared_options import DeviceOption
 from flatout.cli.streams import progress_line, stdout_to_stderr
 from flatout.errors import UsageError
 from flatout.report.document import document, to_text
+from flatout.terminal import tell
 
 InstallOption = Annotated[
     str | None,
@@ -61,7 +61,7 @@ def check(
         from flatout.tuning.history import forget_tunes as forget
 
         gone = forget()
-        print("no earlier tunes were kept" if gone is None else f"deleted {gone}", file=sys.stderr)
+        tell("no earlier tunes were kept" if gone is None else f"deleted {gone}")
     show_only(device)
     if model is not None:
         return _check_model(model, json=json)
@@ -70,7 +70,7 @@ def check(
     with progress_line() as progress:
         found = check_here(measure=measure, quick=quick, progress=lambda what: progress(f"measuring {what}"))
     for warning in found.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        tell(f"warning: {warning}")
     print(to_text(document("check", found.to_json(), include_private=False)) if json else found.summary())
     return found.exit_code
 

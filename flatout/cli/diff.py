@@ -52,7 +52,6 @@ def diff(
     if json:
         print(to_text(patch_document(found, script.command)))
     elif out is None or not found.files:
-        sys.stdout.flush()
         _print(written)
     else:
         print(f"saved {out}      next: patch -p1 < {shlex.quote(str(out))}")
@@ -62,7 +61,8 @@ def diff(
 def _print(content: bytes) -> None:
     """Byte for byte: the source may be in any encoding."""
     buffer = getattr(sys.stdout, "buffer", None)
-    if buffer is None:  # a stream of text that a caller put there
-        sys.stdout.write(content.decode("utf-8", "replace"))
+    if buffer is None:  # a stream of text that a caller put there, or closed (`>&-`)
+        print(content.decode("utf-8", "replace"), end="")
     else:
+        sys.stdout.flush()
         buffer.write(content)

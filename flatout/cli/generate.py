@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from flatout.cli.shared_options import check_place, plan_with
+from flatout.cli.streams import stdout_to_stderr
 from flatout.errors import UsageError
+from flatout.terminal import tell
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,7 +121,7 @@ def generate(
         print(to_text(generation_document(made)))
     if out is not None:
         _write(out, made, printed=json)
-    print(made.summary(), file=sys.stderr)
+    tell(made.summary())
     return 0
 
 
@@ -131,16 +133,18 @@ def _made(
     from flatout.report.inference_text import generation_text
 
     alone, stdout = len(given) == 1, sys.stdout
+    streamed = alone and shown
     with (
         progress_bar(len(given), shown=not alone) as bar,
-        contextlib.redirect_stdout(sys.stderr),  # what the model's own code prints is not our text
+        # What the model's own code prints is not our text; pieces of that need the descriptor meanwhile.
+        contextlib.redirect_stdout(sys.stderr) if streamed else stdout_to_stderr(),
     ):
         made = generator.generate(
             given,
             max_new_tokens=max_new_tokens,
             **settings,
             progress=lambda ended, tokens: bar(ended, f"{tokens} tokens"),
-            pieces=(lambda piece: _show(piece, stdout)) if alone and shown else None,
+            pieces=(lambda piece: _show(piece, stdout)) if streamed else None,
         )
     if shown:
         print("" if alone else generation_text(made))
@@ -164,7 +168,7 @@ def _generator(
 ) -> TokenGenerator:
     from flatout.infer.generation.token_generator import TokenGenerator
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our text
+    with stdout_to_stderr():  # what the model's own code prints is not our text
         network, words = _model(model, tokenizer, device)
         smaller = None if draft is None else _model(draft, None, device)[0]
         return TokenGenerator(network, plan, tokenizer=words, draft=smaller, slots=slots)

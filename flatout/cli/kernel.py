@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Literal
 
 import typer
 
 from flatout.cli.shared_options import DeviceOption
 from flatout.cli.streams import progress_line
+from flatout.terminal import tell
 
 
 def kernel(
@@ -45,7 +45,7 @@ def kernel(
     call_seconds = parse_seconds(timeout)
     path, _ = split_target(file)
     show_only(device)
-    print(f"{path} is executed now, in a process of its own", file=sys.stderr)
+    tell(f"{path} is executed now, in a process of its own")
     with progress_line() as progress:
         found = check(
             file,

@@ -26,6 +26,7 @@ HangTimeout = Annotated[
         metavar="TIME", help="A rank that has made steps of a TrainStep, and none for so long, hangs; 0: never."
     ),
 ]
+Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens for the others.")]
 MachineNumber = Annotated[
     int | None,
     typer.Option(metavar="N", help="Which machine this is; default: 0 is the one with HOST, the others follow."),
@@ -42,9 +43,7 @@ def launch(
     nnodes: Annotated[int, typer.Option(metavar="N", help="Machines.")] = 1,
     min_nnodes: LeastMachines = None,
     node_rank: MachineNumber = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens for the others.")
-    ] = None,
+    rendezvous: Rendezvous = None,
     interface: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The network to listen on and to train over: eth0, or its address here."),
@@ -107,7 +106,7 @@ def launch(
         plan=plan if manifest is not None else _plan_file(plan),
     )
     if manifest is not None:
-        sys.stdout.write(manifest_text(manifest, request, tuple(target or ())))
+        print(manifest_text(manifest, request, tuple(target or ())), end="")
         return 0
     if nproc_per_node == AUTO and not counted.gpus and not quiet:
         launch_text.tell_count(counted)

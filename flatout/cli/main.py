@@ -21,7 +21,7 @@ from flatout import __version__, environment
 from flatout.cli.command_line import Option, asks_for_help, split_target
 from flatout.cli.shared_options import TargetArgument
 from flatout.errors import UsageError
-from flatout.terminal import discard
+from flatout.terminal import discard, tell
 
 if TYPE_CHECKING:
     from typer._click.core import Context
@@ -189,7 +189,7 @@ def _run_verb(arguments: Sequence[str]) -> int:
         at = getattr(error, "ctx", None)  # where in `flatout VERB` the slip is, if the error knows
         see = f"see: {at.command_path if at else 'flatout'} --help"
         what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
-        print(f"error: {what}; {see}", file=sys.stderr)
+        tell(f"error: {what}; {see}")
         return error.exit_code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,6 +9,7 @@ import typer
 
 from flatout.cli.shared_options import plan_with
 from flatout.cli.streams import stdout_to_stderr
+from flatout.terminal import tell
 
 if TYPE_CHECKING:
     from flatout.infer.input_files import Encode
@@ -62,9 +62,7 @@ def predict(
         of = run_identity(model, module, inputs, chosen, tokenizer=tokenizer, keep=keep, check_finite=check_finite)
         # It may prepare the weights in place.
         predictor = Predictor(module, chosen, batch_size=batch_size, device=device, check_finite=check_finite)
-        results = open_results(
-            out, of, restart=restart, keep=keep, warn=lambda text: print(f"warning: {text}", file=sys.stderr)
-        )
+        results = open_results(out, of, restart=restart, keep=keep, warn=lambda text: tell(f"warning: {text}"))
         before = results.done
         failures: list[str] = []
         predictions = predictor(source.begin(before), first_index=before, progress=True, total=source.count - before)
@@ -75,8 +73,7 @@ def predict(
                     failures.append(str(result))
         finally:
             results.close()
-    for failure in failures:
-        print(failure, file=sys.stderr)
+    tell(*failures)
     figures, place, failed = predictions.figures, str(out), results.failed
     if json:
         print(to_text(predict_document(figures, first=failures, out=place, done_before=before, failed=failed)))

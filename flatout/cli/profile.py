@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from flatout.cli.streams import progress_line, stdin_copy
 from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.signals import signals_as_exits
 from flatout.terminal import is_terminal
+from flatout.whole_files import can_be_written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +40,10 @@ Loss = Literal["mean", "sum", "terms"]
 By = Literal["name", "shape", "line"]
 Sort = Literal["time", "calls", "flops", "bytes"]
 
+Tensorboard = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Write the trace and scalars for TensorBoard; needs tensorboard."),
+]
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -56,10 +62,7 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace for ui.perfetto.dev: .json or .json.gz.")
     ] = None,
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write the trace and scalars for TensorBoard; needs tensorboard."),
-    ] = None,
+    tensorboard: Tensorboard = None,
     operators: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the table of operators: .csv, .json or .txt.")
     ] = None,
@@ -106,11 +109,9 @@ def profile(
     if devices is None:
         refuse_alone({"--batch": batch, "--loss": loss, "--allow-local-batchnorm": allow_local_batchnorm})
     else:
-        refuse_guard(isolation, "--devices")
         sharing = Settings(batch=batch or "global", loss=loss, allow_local_batchnorm=allow_local_batchnorm)
-        watching = _on_devices(devices, sharing, on_cpu=on_cpu(device), allow_network=allow_network)
+        watching = _on_devices(devices, device, sharing, isolation=isolation, allow_network=allow_network)
     with TemporaryDirectory(prefix="flatout-profile-") as folder:
-        wants_trace = trace is not None or tensorboard is not None
         with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
             request = ProfileRequest(
                 target=script,
@@ -118,7 +119,7 @@ def profile(
                 patience_seconds=patience_seconds,
                 isolation=isolation,
                 allow_network=allow_network,
-                trace_folder=Path(folder) if wants_trace else None,
+                trace_folder=None if trace is None and tensorboard is None else Path(folder),
                 stdin_file=stdin_file,
             )
             found = profile_script(request, progress, watching)
@@ -144,14 +145,15 @@ def _check(steps: int, trace: Path | None, operators: Path | None) -> None:
 
 
 def _on_devices(
-    devices: str, sharing: Settings, *, on_cpu: bool, allow_network: bool
+    devices: str, device: str | None, sharing: Settings, *, isolation: str, allow_network: bool
 ) -> Callable[[ProfileRequest], ProfileWatched]:
     """How the trial is run. UsageError for devices that are not there."""
     from flatout.script.isolation.namespaces import own_network
     from flatout.script.replicas.profiling import profile_on_devices
     from flatout.script.replicas.starting import device_count
 
-    count, visible = device_count(devices, on_cpu=on_cpu)
+    refuse_guard(isolation, "--devices")
+    count, visible = device_count(devices, on_cpu=on_cpu(device))
     if count == 1:
         raise UsageError("--devices 1", limit="one device is a plain profile", remedy="leave --devices out")
     if not allow_network:
@@ -171,8 +173,11 @@ def _tensorboard_log(folder: Path) -> TensorBoardLog:
 
     from flatout.train.loggers import TensorBoardLog
 
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise UsageError(f"{folder} is a file", limit="--tensorboard names a folder")
+    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.exists(one))
+    if not can_be_written(existing / "events"):
+        raise UsageError(f"cannot write to {folder}", remedy="name a folder that you may write")
     if find_spec("tensorboard") is None:
         raise MachineError(
             "the package tensorboard is not installed", limit="--tensorboard needs it", remedy="pip install tensorboard"

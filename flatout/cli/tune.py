@@ -132,6 +132,8 @@ def tune(
 
     budget_seconds = as_seconds(parse_seconds(budget), "--budget")
     wanted = Wanted(folder=out, json=json, include_private=include_private)
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps is {steps}", limit="it is at least 1")
     ways = {"--nproc-per-node": nproc_per_node, "--own-ranks": own_ranks}
     if _is_function(target):
         stray = {"--steps": steps, "--exactness": exactness != "reduced", "--fit": fit, "--logs": logs, **ways}
@@ -152,8 +154,6 @@ def tune(
             limit="a tune finds the plan of a script from nothing",
             remedy="to run a script by a plan: flatout run --plan FILE train.py",
         )
-    if steps is not None and steps < 1:
-        raise UsageError(f"--steps is {steps}", limit="it is at least 1")
     request = TuneRequest(
         target=Target.from_command(target),
         budget_seconds=budget_seconds,

@@ -106,7 +106,10 @@ def _sample(path: Path, model: str, tokenizer: str | None) -> list[object]:
 
     words = load_tokenizer(tokenizer) if tokenizer is not None else tokenizer_beside(model)
     found = []
-    for value in islice(open_inputs(path, None if words is None else encode_of(words)).begin(0), MOST_ITEMS):
+    source = open_inputs(path, None if words is None else encode_of(words))
+    for number, value in enumerate(islice(source.begin(0), MOST_ITEMS), 1):
+        if isinstance(value, UsageError):
+            raise UsageError(f"{path}, line {number}: {value.what}", limit=value.limit, remedy=value.remedy) from value
         if isinstance(value, Exception):
             raise value
         if isinstance(value, list) and not value:  # a blank line: generate skips it too

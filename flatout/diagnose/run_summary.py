@@ -123,7 +123,10 @@ def summarise(
         wall_seconds=wall,
         began=began,
         cpu_seconds=times.user + times.system - times_before.user - times_before.system,
-        children_cpu_seconds=sum(times[2:4]) - sum(times_before[2:4]),
+        children_cpu_seconds=times.children_user
+        + times.children_system
+        - times_before.children_user
+        - times_before.children_system,
         peak_resident_bytes=peak_resident_bytes(),
         record=record,
         observed=observed,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.__main__ import main
 from flatout.plan import Plan, write_plan
 from flatout.script.entry import Target
 from flatout.script.own_files import source_digests
@@ -153,3 +154,9 @@ def test_a_report_of_another_plan_gives_no_gain(folder: Path) -> None:
     said = said_by(folder, "diff", "train.py")
     assert said.returncode == 0
     assert "gain unknown, because the report beside the plan is of another plan" in said.stdout
+
+
+def test_a_closed_stdout_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["diff", "train.py"]) == 0

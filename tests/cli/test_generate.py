@@ -170,3 +170,31 @@ def test_what_the_model_prints_is_no_part_of_the_text(capsys: Any) -> None:
     assert "forward" in told.err
     assert main(["generate", "net_to_speak.py:Loud", *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == [[4, 5, 6]]
+
+
+@pytest.mark.parametrize("options", [["--json"], ["--out", "/dev/null"]])
+def test_what_code_in_c_prints_is_not_in_the_answer(tmp_path: Path, capfd: Any, options: list[str]) -> None:
+    loud = """
+import os
+
+class Loud(GPT2):
+    def forward(self, *args, **kwargs):
+        os.write(1, b"from C")
+        return super().forward(*args, **kwargs)
+
+def loud():
+    os.write(1, b"from C")
+    return Loud(GPT2Config(vocab_size=65, max_tokens=64, width=32, heads=2, layers=1)).eval()
+"""
+    (tmp_path / "net_to_speak.py").write_text(SOURCE + loud)
+    command = ["generate", "net_to_speak.py:loud", "--prompt", "1,2", "--max-new-tokens", "2", *options]
+    assert main(command) == 0
+    said = capfd.readouterr()
+    assert "from C" in said.err
+    assert "from C" not in said.out
+
+
+def test_figures_never_get_into_the_document(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["generate", MODEL, "--prompt", "1,2", "--max-new-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reasons"] == ["length"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.__main__ import main
 from flatout.parallel.launching import rank_count
 from tests.cli.in_process import said_by
 
@@ -59,6 +60,12 @@ def test_a_manifest_starts_nothing(folder: Path, kind: str) -> None:
     assert (said.returncode, said.stderr) == (0, "")
     assert "train.py" in said.stdout
     assert "--lr" in said.stdout
+
+
+def test_a_manifest_where_stdout_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["launch", "--nproc-per-node", "2", "--manifest", "slurm", "train.py"]) == 0
 
 
 @pytest.mark.parametrize(("gpus", "asked", "ranks"), [(4, "auto", 4), (4, "2", 2), (0, "auto", 1), (0, "3", 3)])

@@ -27,7 +27,6 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def put(name: str, **contents: Any) -> None:
         module = types.ModuleType(f"flatout.cli.{name}")
         vars(module).update(contents)
-        module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]  # what find_spec looks for
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(flatout.cli, name, module, raising=False)
 
@@ -159,3 +158,10 @@ def test_what_an_encoding_lacks_is_an_escape() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "x1.5 \\xb1 0.1\n")
+
+
+def test_a_closed_stderr_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["compare", "missing.json", "missing.json"]) == 2
+    assert main(["compare", "--zzz"]) == 2

@@ -174,6 +174,7 @@ def test_a_script_that_fails_shows_its_traceback(tmp_path: Path) -> None:
         (["--trace", "trace.txt", "train.py"], 2, "its name ends with .json, .json.gz"),
         (["--operators", "absent/table.csv", "train.py"], 2, "cannot write"),
         (["--tensorboard", "train.py", "train.py"], 2, "train.py is a file"),
+        (["--tensorboard", "train.py/logs", "train.py"], 2, "cannot write to train.py/logs"),
         (["syntax.py"], 1, "syntax.py, line 2: SyntaxError"),
         (["raises.py"], 1, "ValueError: before any step"),
         ([], 2, "--help"),

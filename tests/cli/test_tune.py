@@ -51,6 +51,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["--budget", "0s", "train.py"], 2, "--budget is 0"),
         (["--exactness", "perhaps", "train.py"], 2, "not one of 'bit-identical', 'rounding', 'reduced'"),
         (["--steps", "0", "train.py"], 2, "at least 1"),
+        (["--steps", "0", "--devices", "2", "train.py:make"], 2, "at least 1"),
         (["--out", "nowhere", "train.py"], 2, "cannot write to"),
         (["--logs", "train.py", "train.py"], 2, "logs cannot be kept in train.py"),
         (["--fit", "small", "train.py"], 2, "'small' is not a size"),

@@ -136,3 +136,9 @@ def test_a_plan_that_cannot_be_saved_is_printed(place: Path, capsys: pytest.Capt
     assert "the plan could not be saved; here it is:\n\n#" in said
     assert "\n[plan]\n" in said
     assert "cannot write the plan gone" in said
+
+
+def test_a_sample_that_cannot_be_read_is_named_with_its_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "prompts.jsonl").write_text("[1, 2, 3]\n[4, 5\n")
+    assert main(["tune-inference", "served.py:gpt", "prompts.jsonl"]) == 2
+    assert "error: prompts.jsonl, line 2: the line is not JSON" in capsys.readouterr().err

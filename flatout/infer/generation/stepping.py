@@ -36,7 +36,7 @@ from flatout.infer.generation.share import UncountedWork
 from flatout.infer.generation.whole_texts import PADDING
 from flatout.torch_private.dispatch import tree_flatten, tree_unflatten
 
-State = Any  # each model has its own kind, and only its stepper looks into it
+State = Any  # each model has its own kind, and only its engine looks into it
 TOKENS, CUT = 6, 4
 """Of the texts that a model is tried on, and where they are cut in two."""
 

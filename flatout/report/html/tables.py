@@ -25,7 +25,7 @@ def stacked(
     label: str,
     caption: str,
     names: Sequence[str],
-    form: Callable[[float], str],
+    form: Form,
 ) -> list[Block]:
     """A bar of parts that are (name, class, size), and the table that is its legend, with these names of columns."""
     total = sum(size for *_, size in parts)
