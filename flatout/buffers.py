@@ -14,18 +14,21 @@ Key: TypeAlias = tuple[int, str]
 
 
 def buffers_of(model: Module) -> list[tuple[Module, str]]:
-    """The layers that have some, with the name of each."""
-    return [(layer, name) for layer in model.modules() for name, _ in layer.named_buffers(recurse=False)]
+    """The layers that have some, with the name of each; a tensor with several names under all of them."""
+    return [(layer, name) for layer in model.modules() for name, one in layer._buffers.items() if one is not None]
 
 
 def found_buffers(buffers: Iterable[tuple[Module, str]], copied: Collection[Key] | None = None) -> list[FoundBuffer]:
     """These buffers as they are now. copied: those of which to keep the values; None: all."""
-    return [
-        FoundBuffer(layer, name, one, version_of(one), one.detach().clone() if copies else None)
-        for layer, name in buffers
-        if (one := current(layer, name)) is not None
-        for copies in (copied is None or (id(layer), name) in copied,)
-    ]
+    found = []
+    for layer, name in buffers:
+        one = current(layer, name)
+        if one is not None:
+            value = None
+            if copied is None or (id(layer), name) in copied:
+                value = (one.detach() if one.requires_grad else one).clone()
+            found.append(FoundBuffer(layer, name, one, version_of(one), value))
+    return found
 
 
 class FoundBuffer(NamedTuple):
@@ -44,7 +47,8 @@ class FoundBuffer(NamedTuple):
 
     def was_changed(self) -> bool:
         """Is there another tensor in its place, or was it changed in place, as far as torch counts that?"""
-        return current(self.layer, self.name) is not self.tensor or version_of(self.tensor) != self.version
+        layer, name, tensor, version, _ = self
+        return current(layer, name) is not tensor or version_of(tensor) != version
 
     def holds_others(self) -> bool:
         """Does the tensor hold other values than the copy? On a GPU it waits for them: custom kernels write values
@@ -73,8 +77,10 @@ def version_of(tensor: Tensor) -> int:
 
 def current(layer: Module, name: str) -> Tensor | None:
     """The tensor that the buffer is now."""
-    buffers = layer._buffers
-    return buffers[name] if name in buffers else None  # noqa: SIM401  (a scripted module's has no `get`)
+    try:
+        return layer._buffers[name]
+    except KeyError:  # a scripted module's have no `get`
+        return None
 
 
 def _differ(one: Tensor, copy: Tensor | None) -> bool:

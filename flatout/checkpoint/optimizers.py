@@ -69,19 +69,30 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, 
     is_other = is_other or (all(kinds) and kinds[0] != kinds[1])
     if is_other and len(found.unexpected) == options:  # they have the same options
         found.unexpected.append(f"{path}: the state of another optimizer ({kinds[0]} saved, {kinds[1]} here)")
+    misfits = []
     for number, (identity, parameter) in enumerate(_parameters(optimizer, saved)):
-        whole, fits = whole_shape(parameter), not is_other
-        for key, value in states.get(identity, {}).items():
-            if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and tuple(value.shape) != whole:
-                found.shapes.append(
-                    f"{path}: {key} of parameter {number} ({list(value.shape)} saved, {list(whole)} here)"
-                )
-                fits = False
-        if not fits:
-            states.pop(identity, None)
-            if own_state := optimizer.state.get(parameter):
-                states[identity] = own_state
+        wrong = _wrong_shapes(states.get(identity), whole_shape(parameter))
+        found.shapes += [f"{path}: {key} of parameter {number} ({shapes})" for key, shapes in wrong]
+        if wrong or is_other:
+            misfits.append((number, identity))
+    here: Saved = without_codes(optimizer.state_dict()) if misfits else {}
+    for number, identity in misfits:
+        states.pop(identity, None)
+        if number in here["state"]:
+            states[identity] = here["state"][number]
     return {**saved, "state": states}
+
+
+def _wrong_shapes(entry: object, whole: tuple[int, ...]) -> list[tuple[str, str]]:
+    """(name, shapes) of what is saved of one parameter and has another shape than it. A scalar of that name is none:
+    optimizers that are not torch's keep such ones."""
+    if not isinstance(entry, Mapping):
+        return []
+    return [
+        (key, f"{list(value.shape)} saved, {list(whole)} here")
+        for key, value in entry.items()
+        if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) != whole
+    ]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtypes: bool) -> None:
@@ -91,12 +102,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtyp
     """
     devices = {parameter.device for parameter in parameters_of(optimizer)}
     parameters = dict(_parameters(optimizer, saved))
-    states = {
-        identity: {key: spread_like(parameters.get(identity), _own(value, devices)) for key, value in entry.items()}
-        if isinstance(entry, Mapping)
-        else entry
-        for identity, entry in saved["state"].items()
-    }
+
+    def copied(identity: object, value: object) -> object:
+        if isinstance(value, Mapping):
+            return {key: copied(identity, one) for key, one in value.items()}
+        return spread_like(parameters.get(identity), _own(value, devices))
+
+    states = {identity: copied(identity, entry) for identity, entry in saved["state"].items()}
     groups = [
         {key: _option(key, value, group, devices) for key, value in there.items()}
         | {key: group[key] for key in optimizer.defaults if key in group and key not in there}

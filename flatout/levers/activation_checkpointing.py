@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,9 @@ class ActivationCheckpointing(Lever):
     def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         if not subject.any_model and not any(repeated_blocks(module) for module in subject.modules):
             subject.note_incident(self.name, NO_BLOCK)
-        caches = subject.any_model or any(map(_caching, subject.modules))
         with (
             subject.modules.each(lambda module: _checkpoint_blocks(module, value == "selective", self.blocks)),
-            subject.around_calls(_without_cache) if caches else nullcontext(),
+            subject.around_calls(_without_cache) if subject.any_model else nullcontext(),  # TrainStep does it by itself
         ):
             yield
 
@@ -65,18 +64,23 @@ class ActivationCheckpointing(Lever):
 
 
 def _without_cache(module: Module, call: Callable[[], object]) -> object:
+    with caches_off(caching(module)):
+        return call()
+
+
+@contextlib.contextmanager
+def caches_off(configs: Sequence[Any]) -> Iterator[None]:  # as below
     """A block that is computed again would find its own keys and values in a cache, and attend to them twice."""
-    caching = _caching(module)
-    for config in caching:
+    for config in configs:
         config.use_cache = False
     try:
-        return call()
+        yield
     finally:
-        for config in caching:
+        for config in configs:
             config.use_cache = True
 
 
-def _caching(model: Module) -> list[Any]:  # of any class
+def caching(model: Module) -> list[Any]:  # of any class
     """The configurations of models that keep keys and values in each pass, as Hugging Face's decoders do by default."""
     configs = {id(one): one for module in model.modules() if (one := vars(module).get("config")) is not None}
     return [one for one in configs.values() if getattr(one, "use_cache", None) is True]

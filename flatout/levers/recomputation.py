@@ -20,6 +20,7 @@ from flatout.generators import other_generator_states, set_generators
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from torch.nn import Module
 
 Context: TypeAlias = AbstractContextManager[object]
@@ -102,8 +103,11 @@ class _Call:
         """What the program draws next is what it would have drawn."""
         draw_on, now = self._block.draws(), [current(one.layer, one.name) for one in self._buffers]
         self._draw_again()
+        copies: dict[int, Tensor] = {}  # layers that share a buffer share its copy
         for one in self._buffers:
-            one.layer._buffers[one.name] = (one.tensor if one.value is None else one.value).clone()
+            if id(one.tensor) not in copies:
+                copies[id(one.tensor)] = (one.tensor if one.value is None else one.value).clone()
+            one.layer._buffers[one.name] = copies[id(one.tensor)]
         try:
             with inner:
                 yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
@@ -51,7 +52,7 @@ class Threads(Lever):
         return offer(*sorted(values, reverse=True), reason=f"torch uses {observed.threads} of {available} cores")
 
     def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
-        return settings_changed(_TORCH, threads=int(value))
+        return settings_changed(_here(), threads=int(value))
 
 
 class _Torch:
@@ -70,4 +71,10 @@ class _Torch:
         torch.set_num_threads(count)
 
 
-_TORCH = _Torch()
+_of_thread = threading.local()
+
+
+def _here() -> _Torch:
+    """That of the calling thread: each has a number of its own."""
+    found: _Torch = vars(_of_thread).setdefault("torch", _Torch())
+    return found

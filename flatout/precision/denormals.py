@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +22,8 @@ _REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 DENORMAL = 1e-40
 PARALLEL_ELEMENTS = 1 << 18
 """Enough that torch splits the work over all threads."""
-_open: list[bool] = []
-"""Of each context that is open: did the calling thread flush them when it began?"""
+_of_thread = threading.local()
+"""`open`: of each context that is open, did the thread flush them when it began?"""
 
 
 @contextlib.contextmanager
@@ -30,16 +31,17 @@ def flush_denormals() -> Iterator[None]:
     """On for every thread within the context. Raises MachineError where some thread cannot be reached."""
     import torch
 
-    _open.append(flushed_here())
+    known: list[bool] = vars(_of_thread).setdefault("open", [])
+    known.append(flushed_here())
     set_in_every_thread(True)
     try:
         if not flushed_everywhere():
             raise MachineError("some compute threads keep denormals", limit="this OpenMP library gives no way in")
         yield
     finally:
-        before = _open[0]
-        _open.pop()
-        if not _open:  # the last of those that overlap
+        before = known[0]
+        known.pop()
+        if not known:  # the last of those that overlap
             set_in_every_thread(False)
             torch.set_flush_denormal(before)
 

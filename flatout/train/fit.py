@@ -135,9 +135,7 @@ def fit(
     resumed_at = run.resume()
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.together, step.device), run.source
     _check_source(step, source, epochs, steps)
-    _ask_again(run, stop_when)
-    if _ended(run, epochs, steps) is None:
-        run.check_saving()
+    _prepare(run, stop_when, epochs, steps)
     with (
         run.logging(),
         stop_on_signals(breaks_off=stopping.alone) as stop,
@@ -148,16 +146,16 @@ def fit(
             _end_epoch(run, bar, evaluation, after_epoch, stop_when, whole=whole)
             if stopping.alone and stop.requested:
                 run.leave(stop, saved=True)
-    step.finish()
-    if run.checkpoints is not None:
-        run.checkpoints.wait()
+    run.finish()
     return _result(run, step.steps - first, time.perf_counter() - began, resumed_at, ended)
 
 
-def _ask_again(run: Run, stop_when: StopWhen | None) -> None:
-    """A run that `stop_when` had ended continues with another rule, or none."""
+def _prepare(run: Run, stop_when: StopWhen | None, epochs: int | None, steps: int | None) -> None:
+    """A run that `stop_when` had ended continues with another rule, or none. If it goes on, it can be saved."""
     if run.stopped:
         run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), run.step)
+    if _ended(run, epochs, steps) is None:
+        run.check_saving()
 
 
 def _end_epoch(

@@ -171,6 +171,12 @@ class Run:
         if joined_ranks() == 1:  # with several, a capture takes all of them
             split(capture(extra={"fit": self._state()}, **self.objects))
 
+    def finish(self) -> None:
+        """Wait for what the step and the last save still have to do."""
+        self.step.finish()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
     def leave(self, stop: Stop, *, saved: bool = False) -> NoReturn:
         """Save, unless that has just been done, and end as the signal requires."""
         self._save_at_last(saved=saved)

@@ -102,6 +102,26 @@ def figures_of(returned: Tensor | tuple[Tensor, Mapping[str, Number]]) -> tuple[
     return returned[0], dict(returned[1])
 
 
+def check_loss(loss: object) -> None:
+    """UsageError for what no backward pass can start from."""
+    import torch
+
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(f"loss_fn returned {type(loss).__name__}", limit="it returns the mean loss, a scalar tensor")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"loss_fn returned a tensor of shape {list(loss.shape)}",
+            limit="it returns the mean loss, a scalar tensor",
+            remedy="take its mean, or give the criterion reduction='mean'",
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss does not depend on any trained parameter",
+            limit="backward needs a loss with a gradient",
+            remedy="check loss_fn for detach(), .item() or torch.no_grad(), and the model for frozen parameters",
+        )
+
+
 def as_figure(value: Number) -> Tensor:
     """A detached tensor without dimensions, with memory of its own: one may be a parameter, which the step changes."""
     import torch

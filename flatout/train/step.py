@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of
 from flatout.data.nested import batch_length, split_batch
 from flatout.errors import FlatoutError, MachineError, UsageError
-from flatout.levers.activation_checkpointing import ActivationCheckpointing
+from flatout.levers.activation_checkpointing import ActivationCheckpointing, caches_off, caching
 from flatout.levers.applied import Applied
 from flatout.levers.catalogue import levers_of
 from flatout.levers.in_backward import UpdatesInBackward, check_in_backward
@@ -48,7 +48,7 @@ from flatout.precision.autocast import autocast_call, not_in_fp32
 from flatout.precision.recurrent import lstm_gradients_right
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.loss import CountTerms, LossFn, as_terms, own_metrics, terms_or_none
-from flatout.train.loss_parts import LossParts, Number, as_figure, detached, figures_of, scaled
+from flatout.train.loss_parts import LossParts, Number, as_figure, check_loss, detached, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
 from flatout.train.ranks import MeanOverRanks, SharedStep, is_first, largest_of_ranks, raised_on_all_ranks
@@ -103,14 +103,7 @@ class TrainStep:
     ) -> None:
         self.plan = as_plan(plan, "step")
         check_clip_norm(clip_norm)
-        as_model(model)
-        _check_optimizer(as_optimizer(optimizer))
-        check_optimizer_of(optimizer, model)
-        check_scheduler(scheduler, optimizer)
-        as_loss_fn(loss_fn)
-        if count_terms is not None:
-            limit = "it is called as count_terms(batch) and returns how many terms the loss is the mean of"
-            as_function(count_terms, "count_terms", 1, limit=limit)
+        _check_parts(model, optimizer, loss_fn, scheduler, count_terms)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
         """Optimizer steps taken, including those that were skipped."""
@@ -189,7 +182,7 @@ class TrainStep:
             self._heartbeat, self._begun = heartbeat(), True
         if self._heartbeat is not None:
             self._heartbeat.write(self.steps, inside=True)
-        if self._during_calls:
+        if self._during_calls or self._caching:
             with self._settings():
                 loss = self._updated(batch)
         else:
@@ -373,10 +366,12 @@ class TrainStep:
         choices = choices_of_plan(wanted, levers)
         self._during_calls = [one for one in choices if one.lever.cheap_to_switch]
         self._applied.set([one for one in choices if one not in self._during_calls])
+        self._caching = caching(self.model) if self.plan.activation_checkpointing is not None else []
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(caches_off(self._caching))
             for choice in self._during_calls:
                 stack.enter_context(choice.lever.apply(self._subject, choice.value))
             yield
@@ -577,7 +572,7 @@ class TrainStep:
             self._strategy.after_loss()
         loss, figures = figures_of(returned)
         if not self._loss_checked:
-            _check_loss(loss)
+            check_loss(loss)
             if not called:
                 raise UsageError(
                     "loss_fn never called the model that it was given",
@@ -652,6 +647,18 @@ class TrainStep:
         )
 
 
+def _check_parts(model: Module, optimizer: Optimizer, loss_fn: object, scheduler: object, count_terms: object) -> None:
+    """UsageError for what is of another kind, and for parts that do not belong together."""
+    as_model(model)
+    _check_optimizer(as_optimizer(optimizer))
+    check_optimizer_of(optimizer, model)
+    check_scheduler(scheduler, optimizer)
+    as_loss_fn(loss_fn)
+    if count_terms is not None:
+        limit = "it is called as count_terms(batch) and returns how many terms the loss is the mean of"
+        as_function(count_terms, "count_terms", 1, limit=limit)
+
+
 def _check_optimizer(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -659,25 +666,6 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             f"the optimizer is {type(optimizer).__name__}",
             limit="it evaluates the loss several times per step, which TrainStep does not do",
             remedy="call its step(closure) in your own loop, or use SGD or AdamW",
-        )
-
-
-def _check_loss(loss: object) -> None:
-    import torch
-
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(f"loss_fn returned {type(loss).__name__}", limit="it returns the mean loss, a scalar tensor")
-    if loss.numel() != 1:
-        raise UsageError(
-            f"loss_fn returned a tensor of shape {list(loss.shape)}",
-            limit="it returns the mean loss, a scalar tensor",
-            remedy="take its mean, or give the criterion reduction='mean'",
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            "the loss does not depend on any trained parameter",
-            limit="backward needs a loss with a gradient",
-            remedy="check loss_fn for detach(), .item() or torch.no_grad(), and the model for frozen parameters",
         )
 
 

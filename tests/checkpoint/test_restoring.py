@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.restoring import restore
 from flatout.errors import UsageError
+from flatout.plan import Plan
+from flatout.train.step import TrainStep
 
 
 def refused(state: Any, **objects: Any) -> str:
@@ -127,6 +130,57 @@ def test_of_another_optimizer_no_state_is_taken() -> None:
             here.state[here.param_groups[0]["params"][0]].keys()
             != saved.state[saved.param_groups[0]["params"][0]].keys()
         )
+
+
+class Kept(torch.optim.Optimizer):
+    """Keeps a tensor of each parameter and no dict of them, or a scalar by a name that torch has for other things."""
+
+    def __init__(self, parameters: Any, name: str = "") -> None:
+        super().__init__(parameters, {})
+        self.name = name
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if self.name:
+                self.state[parameter] = {self.name: torch.tensor(0.5)}
+            else:
+                self.state[parameter] = self.state.get(parameter, torch.zeros_like(parameter)).add_(1)
+
+
+@pytest.mark.parametrize("name", ["", "step_size"])
+def test_optimizers_that_keep_what_torchs_do_not(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    saved, here = Kept([parameter], name), Kept([parameter], name)
+    saved.step()
+    state = capture(optimizer=saved)
+    for _ in range(2):  # what was restored is not the state itself
+        assert not restore(state, optimizer=here)
+        assert str(here.state_dict()) == str(saved.state_dict())
+        here.step()
+    other = Kept([nn.Parameter(torch.ones(2))], name)
+    other.step()
+    del state["optimizer"]["state"][0]  # type: ignore[index]
+    assert not restore(state, optimizer=other)
+    assert not other.state
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_moments_in_8_bits_are_left_as_they_were() -> None:
+    def trained(kind: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(64, 128)
+        optimizer = kind(model.parameters())  # type: ignore[call-arg]
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (_, saved), (model, optimizer) = trained(torch.optim.RAdam), trained(torch.optim.AdamW)
+    step = TrainStep(model, optimizer, lambda model, x: model(x).sum(), Plan(optimizer_state="8bit"))
+    before = optimizer.state_dict()["state"]
+    assert restore(capture(optimizer=saved), optimizer=optimizer, strict=False)
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(before[0][name], after[0][name]) for name in ("exp_avg", "exp_avg_sq"))
+    step.close()
 
 
 def test_adam_is_not_adamw() -> None:

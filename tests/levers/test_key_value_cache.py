@@ -58,6 +58,29 @@ def test_the_cache_is_off_in_calls_whose_blocks_are_recomputed_and_on_in_others(
     assert model.cached == [False, True]
 
 
+def test_a_loss_may_call_parts_of_the_model() -> None:
+    """As a loss that is computed from the last layer's inputs does. It is off until the backward pass has ended."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Decoder(), nn.Linear(8, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.body(x))
+
+    def loss_fn(model: Any, batch: Tensor) -> Tensor:
+        hidden = model.body(batch)
+        hidden.register_hook(lambda _: seen.append(model.body.config.use_cache))
+        return model.head(hidden).square().mean()
+
+    model, seen = Whole(), list[bool]()
+    step = TrainStep(model, torch.optim.SGD(model.parameters()), loss_fn, Plan(activation_checkpointing="block"))
+    assert step(torch.randn(4, 8)).isfinite()
+    assert (model.body.cached, seen) == ([False], [False])
+    assert model.body.config.use_cache
+
+
 def test_it_is_off_in_scripts_too(watch: Watch) -> None:
     model = Decoder()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

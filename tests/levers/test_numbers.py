@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,35 @@ def test_settings_of_steps_that_overlap_end_with_the_last_of_them() -> None:
     assert torch.get_num_threads() == 2
     assert not flushed_here()
     assert ((torch.full((1 << 18,), 1e-40) * 0.5) != 0).all()
+
+
+def test_settings_of_steps_in_two_threads_end_in_each() -> None:
+    torch.set_num_threads(2)
+
+    def made(threads: int) -> TrainStep:
+        model = torch.nn.Linear(2, 2)
+        plan = Plan(threads=threads, flush_denormals=True)
+        return TrainStep(model, torch.optim.SGD(model.parameters()), lambda model, x: model(x).sum(), plan)
+
+    def elsewhere() -> None:
+        before = torch.get_num_threads(), flushed_here()
+        step = made(3)
+        opened.set()
+        closed.wait(60)
+        step.close()
+        there.append((torch.get_num_threads(), flushed_here()) == before)
+
+    opened, closed, there = threading.Event(), threading.Event(), list[bool]()
+    other = threading.Thread(target=elsewhere)
+    step = made(1)
+    other.start()
+    assert opened.wait(60)
+    step.close()
+    here = torch.get_num_threads(), flushed_here()
+    closed.set()
+    other.join()
+    assert here == (2, False)
+    assert there == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -35,6 +35,21 @@ class Counting(nn.Module):
         return x + torch.tanh(self.layer(x)) * self.mask / self.calls
 
 
+class Shared(nn.Module):
+    """Two layers, and two names of one layer, have the same buffer: one changes it, and the others read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter, self.reader = nn.Module(), nn.Linear(8, 8)
+        self.counter.register_buffer("calls", torch.zeros(()))
+        for name in ("calls", "divisor"):
+            self.reader.register_buffer(name, self.counter.calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.calls += 1
+        return torch.tanh(self.reader(x)) * self.reader.calls / (1 + self.reader.divisor)
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
 
@@ -42,6 +57,7 @@ def normalised() -> nn.Module:
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "in place": lambda: Counting(in_place=True),
     "another": lambda: Counting(in_place=False),
+    "shared": Shared,
     "spectral norm": normalised,
 }
 
