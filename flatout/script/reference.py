@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -44,8 +45,11 @@ Early = Mapping[int, "Tensor"]
 """Gradients that a backward pass has already applied, by the identity of their parameters."""
 NO_EARLY: Early = MappingProxyType({})
 
-LARGEST_STATE_BYTES = 1 << 30
-"""Over all check steps of one run."""
+LARGEST_STATE_BYTES, LARGEST_REFERENCE_BYTES = 1 << 30, 4 << 30
+"""At one check step, and over all of them. Few check steps are far apart, and where training amplifies noise, it tells
+nothing after a hundred steps."""
+SHARE_OF_DISK = 0.25
+"""Of what is free: the most that all check steps may take."""
 SAMPLED_ELEMENTS = 1 << 14
 """Per tensor of a model whose state is too large."""
 CUDA_SEED_BYTES = 8
@@ -114,14 +118,14 @@ def generator_digest() -> str:
     return digest.hexdigest()
 
 
-def fits(subject: Subject, checks: int) -> bool:
-    """Is the state small enough to be written and loaded at this many check steps?"""
+def check_bytes(subject: Subject) -> int:
+    """What is written at one check step, the whole state."""
     copies = 3 if subject.optimizers else 4
     tensors = [*named_weights(subject).values()] * copies + [
         *named_buffers(subject).values(),
         *optimizer_state(subject).values(),
     ]
-    return checks * sum(t.numel() * t.element_size() for t in tensors) <= LARGEST_STATE_BYTES
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def held_by(subject: Subject) -> list[Tensor]:
@@ -174,7 +178,9 @@ class ReferenceWriter:
 
     def __init__(self, folder: Path, subject: Subject, checks: tuple[int, ...]) -> None:
         self._folder, self._subject = folder, subject
-        most = next((n for n in range(len(checks), 0, -1) if fits(subject, n)), 0)
+        size = max(1, check_bytes(subject))
+        total = min(LARGEST_REFERENCE_BYTES, int(SHARE_OF_DISK * shutil.disk_usage(folder).free))
+        most = min(len(checks), total // size) if size <= LARGEST_STATE_BYTES else 0
         self.checks = thinned(checks, most) if most else checks[:1]
         """The steps at which a reference is written: fewer than requested where the state is large."""
         self._whole = most > 0

@@ -289,6 +289,18 @@ def test_of_a_model_too_large_samples_are_compared(tmp_path: Path, monkeypatch: 
     assert {gradient.error for gradient in numerics.checks[0].gradients} == {0.0}
 
 
+def test_a_large_state_is_written_at_fewer_check_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+    size = reference.check_bytes(watched.subject)
+    monkeypatch.setattr(reference, "LARGEST_STATE_BYTES", size)
+    monkeypatch.setattr(reference, "LARGEST_REFERENCE_BYTES", 3 * size)
+    written = reference.ReferenceWriter(tmp_path, watched.subject, (0, 4, 8, 12, 16))
+    assert written.checks == (0, 4, 12)
+    free = SimpleNamespace(free=round(size / reference.SHARE_OF_DISK))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: free)
+    assert reference.ReferenceWriter(tmp_path, watched.subject, (0, 4)).checks == (0,)
+
+
 def test_where_a_gradient_is_noise_an_update_of_it_says_nothing() -> None:
     """Adam makes whole steps of noise: those of a bias of keys, whose gradient is zero but for rounding."""
     gradient, noisy = torch.tensor([1.0, -1.0, 1e-9, 0.0]), torch.tensor([1.01, -0.99, 0.01, -0.01])
