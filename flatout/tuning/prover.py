@@ -128,6 +128,8 @@ class Prover:
         self._pattern, self._deadline, self._progress = pattern, deadline, progress
         self._latest = latest or deadline
         self._steps: int | None = None
+        self._recorded_seconds = 0.0
+        """Of the longest recording of a plain run so far, without its start."""
         self._plains: list[Numerics] = []
         """Plain runs from one seed: the one that wrote the reference, and more where a claim needs them."""
         self._nudged: Numerics | None = None
@@ -155,7 +157,8 @@ class Prover:
     def has_time_for(self, runs: int, deadline: Deadline | None = None) -> bool:
         """Is there time for this many more runs of the usual length? deadline: None: that of the proof."""
         pattern = self._pattern
-        run_seconds = pattern.start_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
+        expected = RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
+        run_seconds = pattern.start_seconds + max(expected, self._recorded_seconds)
         return runs * run_seconds <= (deadline or self._deadline).seconds_left
 
     def arms(self, choices: Sequence[Choice]) -> tuple[Arm, Arm] | None:
@@ -405,7 +408,10 @@ class Prover:
                 stack.enter_context(process)
                 try:
                     process.start()
+                    began = self._deadline.elapsed_seconds
                     found = Numerics.from_answer(process.numerics(live, request))
+                    if not choices:
+                        self._recorded_seconds = max(self._recorded_seconds, self._deadline.elapsed_seconds - began)
                 except TrialError:
                     if alone:
                         raise
