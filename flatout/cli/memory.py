@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,7 @@ from flatout.cli.streams import progress_line, stdin_copy
 from flatout.errors import UsageError
 from flatout.report.document import document, to_text
 from flatout.signals import signals_as_exits
+from flatout.terminal import tell
 
 if TYPE_CHECKING:
     from flatout.sizing.script_curve import CurveRequest
@@ -82,7 +82,7 @@ def memory(
     )
     with signals_as_exits():
         watched = watch_memory(request)
-    sys.stderr.write(watched.errors)
+    tell(*watched.errors.splitlines())
     if not watched.status or watched.memory.steps:  # a script that fails at once has shown why: there is nothing to add
         saved = memory_document(watched, include_private=include_private)
         print(to_text(saved) if json else memory_text(watched))

@@ -23,7 +23,7 @@ from flatout.cli.shared_options import (
 from flatout.cli.streams import progress_line, stdin_copy
 from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.signals import signals_as_exits
-from flatout.terminal import is_terminal
+from flatout.terminal import is_terminal, tell
 from flatout.whole_files import can_be_written
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def profile(
                 stdin_file=stdin_file,
             )
             found = profile_script(request, progress, watching)
-        sys.stderr.write(found.watched.errors)
+        tell(*found.watched.errors.splitlines())
         exported = _export(found, by, sort, trace=trace, tensorboard=tensorboard, operators=operators, log=log)
     if not found.watched.status or found.watched.steps:  # a script that fails at once has shown why
         document = profile_document(found, include_private=include_private)
@@ -194,7 +194,7 @@ class Exported:
     error: FlatoutError | None = None
 
     def tell_of_missing(self) -> None:
-        sys.stderr.writelines(f"flatout: {line}\n" for line in self.missing)
+        tell(*(f"flatout: {line}" for line in self.missing))
         if self.error is not None:
             raise self.error
 

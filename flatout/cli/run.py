@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
         run.prepare()
     except KeyboardInterrupt:  # no line of the script has run
         run.abandon()
-        sys.stderr.write("interrupted\n")
+        tell("interrupted")
         return 128 + signal.SIGINT
     try:
         run.status = run.shared_end(execute(target))
@@ -281,9 +281,7 @@ class Run:
         if self.rank is not None and self.live.folder is not None:
             self.rank.tell(RUN_FOLDER, str(self.live.folder))
         if "--serve" in self.options:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(f"flatout: {self._served(self.live)}\n")
-                sys.stderr.flush()
+            tell(f"flatout: {self._served(self.live)}")
 
     def _served(self, live: LiveRun) -> str:
         """Where the page is, or why there is none: the script runs in either case."""

@@ -147,7 +147,7 @@ def _prove(target: Target, count: int, settings: Settings, *, allow_network: boo
         with signals_as_exits():
             proof = prove_devices(target, count, settings, progress=lambda text: tell(f"flatout: {text}"))
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        tell("interrupted")
         return 128 + signal.SIGINT
     print(proof_text(proof))
     return {"equal to rounding": 0, "alike": 0, "different": 1, "not comparable": 4}[proof.verdict]
@@ -181,7 +181,7 @@ def check_deterministic(target: Target, *, allow_network: bool) -> int:
         with signals_as_exits(), stdin_copy() as stdin_file:
             found = check_determinism(target, stdin_file, allow_network=allow_network)
     except KeyboardInterrupt:  # its script runs in trials: the interrupt is not the script's own end
-        sys.stderr.write("interrupted\n")
+        tell("interrupted")
         return 128 + signal.SIGINT
     print(determinism_text(found))
     return 0 if found.equal else 1

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flatout.errors import UsageError
-from flatout.terminal import is_terminal
+from flatout.terminal import is_terminal, tell
 from flatout.units import format_seconds
 
 LOG_SECONDS = 60.0
 STDIN_LIMIT_BYTES = 64 << 20
 PATIENCE_SECONDS = 5.0
-WAITING = "waiting for standard input to end, as every trial gets a copy; for no input, use: < /dev/null\n"
+WAITING = "waiting for standard input to end, as every trial gets a copy; for no input, use: < /dev/null"
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def stdin_copy() -> Iterator[Path | None]:
         return
     with tempfile.NamedTemporaryFile(prefix="flatout-stdin-") as copy:
         if not select.select([sys.stdin], [], [], PATIENCE_SECONDS)[0]:
-            sys.stderr.write(WAITING)
+            tell(WAITING)
         data = sys.stdin.buffer.read(STDIN_LIMIT_BYTES + 1)
         if len(data) > STDIN_LIMIT_BYTES:
             raise UsageError("more than 64 MiB on standard input", limit="trials each need a copy", remedy="use a file")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from flatout.cli.shared_options import (
 from flatout.cli.streams import progress_line, stdin_copy
 from flatout.errors import UsageError
 from flatout.signals import signals_as_exits
+from flatout.terminal import tell
 
 if TYPE_CHECKING:
     from flatout.application.tune import TuneResult
@@ -301,7 +301,7 @@ def _save(plan: Plan, document: dict[str, object], wanted: Wanted, *, plans: boo
             write_plan(wanted.folder / PLAN_NAME, plan, include_private=wanted.include_private)
         write_document(wanted.folder / REPORT_NAME, document)
     except Exception:
-        sys.stderr.write(f"the results could not be saved; here is the plan:\n\n{plan.to_toml()}\n")
+        tell(f"the results could not be saved; here is the plan:\n\n{plan.to_toml()}")
         raise
 
 

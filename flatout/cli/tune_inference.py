@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +12,7 @@ import typer
 from flatout.cli.shared_options import ExactnessOption, check_place
 from flatout.cli.streams import progress_line, stdout_to_stderr
 from flatout.errors import UsageError
+from flatout.terminal import tell
 
 MOST_ITEMS = 4096
 
@@ -84,7 +84,7 @@ def tune_inference(
     try:
         write_plan(out, found.plan)  # first: printing may fail, as into a closed pipe
     except UsageError:
-        sys.stderr.write(f"the plan could not be saved; here it is:\n\n{found.plan.to_toml()}\n")
+        tell(f"the plan could not be saved; here it is:\n\n{found.plan.to_toml()}")
         raise
     print(to_text(document("tune-inference", found.to_json())) if json else found.summary(budget_option))
     if not json:

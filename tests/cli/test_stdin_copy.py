@@ -30,7 +30,7 @@ def test_an_input_that_does_not_end_is_told_of(
             assert copy is not None
             assert copy.read_text() == "late"
     timer.join()
-    assert capsys.readouterr().err == WAITING
+    assert capsys.readouterr().err == f"{WAITING}\n"
 
 
 def test_a_file_is_kept_whole_and_nothing_is_said(
