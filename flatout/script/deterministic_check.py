@@ -111,9 +111,8 @@ def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> _Run:
             answer: DeterminismAnswer
             answer, end = trial.watch(command, PATIENCE_SECONDS)
         except TrialHangs as hang:
-            at = f"; it was at {hang.location}" if hang.location else ""
             waited = format_seconds(PATIENCE_SECONDS)
-            raise TrialError(f"the script did not reach {steps} steps in {waited}{at}") from None
+            raise TrialError(f"the script did not reach {steps} steps in {waited}{hang.last_at}") from None
     error, note = (None, "") if end is None else (end.headline or None, end.note)
     return _Run(answer["steps"], answer["step_seconds"], dict(answer["weights"]), error, note)
 

@@ -118,12 +118,11 @@ def of_the_script(errors: str) -> str:
     return "".join(line for line in errors.splitlines(keepends=True) if not line.startswith(PROFILERS_LOG))
 
 
-def patience_over(request: WatchRequest, watched: Watched, location: str = "") -> TrialError:
-    """location: where the script was, where that is known."""
-    at = f"; it was at {location}" if location else ""
+def patience_over(request: WatchRequest, watched: Watched, last_at: str = "") -> TrialError:
+    """last_at: of a TrialHangs."""
     missing = "take the steps of a profile" if watched == "profiled" else f"reach {request.steps} steps"
     return TrialError(
-        f"the script did not {missing} in {format_seconds(request.patience_seconds)}{at}",
+        f"the script did not {missing} in {format_seconds(request.patience_seconds)}{last_at}",
         limit="that is the timeout",
         remedy="allow more with --patience 2h, or ask for fewer --steps, if it trains at all",
     )
@@ -142,7 +141,7 @@ def _explained(error: TrialError, request: WatchRequest, watched: Watched, error
     """The error in terms of the command, with the script's stderr; for a signal with a shell's exit code."""
     what, limit, remedy = error.what, error.limit, error.remedy
     if isinstance(error, TrialHangs):
-        over = patience_over(request, watched, error.location)
+        over = patience_over(request, watched, error.last_at)
         what, limit, remedy = over.what, over.limit, over.remedy
     elif isinstance(error, TrialFault):
         subject = "the script could not be profiled" if watched == "profiled" else "the memory could not be followed"

@@ -22,8 +22,7 @@ MORE_TIME = "allow more time: --budget (in Python: seconds=)"
 
 def no_step(name: str, hang: TrialHangs, startup_seconds: float | None, deadline: Deadline) -> ScriptError:
     """The script had made no step when the search's time was up; `startup_seconds`: until its first step, if known."""
-    at = f"; it was at {hang.location}" if hang.location else ""
-    what = f"{name}: no step in {format_seconds(hang.seconds)}{at}"
+    what = f"{name}: no step in {format_seconds(hang.seconds)}{hang.last_at}"
     if startup_seconds is not None:
         what = f"{name}: starting it takes {format_seconds(startup_seconds)}, and no time was left to time its steps"
     return ScriptError(

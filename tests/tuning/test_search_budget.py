@@ -150,7 +150,7 @@ def test_silence_is_told_with_the_budget_that_was_given() -> None:
         "train.py: no step in 6 s; the budget is 10 s; allow more time: --budget (in Python: seconds=)"
     )
     located = no_step("train.py", TrialHangs(6.0, "train.py:9 in evaluate"), None, Deadline(10.0, clock=Clock()))
-    assert str(located).startswith("train.py: no step in 6 s; it was at train.py:9 in evaluate; the budget is 10 s")
+    assert str(located).startswith("train.py: no step in 6 s; last at train.py:9 in evaluate; the budget is 10 s")
 
 
 def test_what_the_time_did_not_suffice_for_is_listed_once(tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ class TrialHangs(TrialError):
         at = f" at {location}" if location else ""
         super().__init__(f"no step for {seconds:.0f} s: it hangs{at}")
 
+    @property
+    def last_at(self) -> str:
+        """For the end of a statement; '' where the location is unknown."""
+        return f"; last at {self.location}" if self.location else ""
+
 
 class TrialSettled(TrialError):
     """What the parent wanted of the processes that the script has started is there."""

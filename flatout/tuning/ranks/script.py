@@ -103,9 +103,9 @@ class ScriptRanksTrial(RankGroup):
                 super().start(timeout_seconds)
         except TrialHangs as hang:
             network = "the machine's network" if self.setup.allow_network else "a loopback interface alone"
-            at = f"; they were at {hang.location}" if hang.location else ""
+            made = f"not all of {self.count} ranks made a step in {format_seconds(hang.seconds)}{hang.last_at}"
             raise ScriptError(
-                f"{self.setup.name}: not all of {self.count} ranks made a step in {format_seconds(hang.seconds)}{at}",
+                f"{self.setup.name}: {made}",
                 limit=f"ranks of a trial have {network}",
                 remedy="let them meet on localhost, or pass --allow-network; if it starts slowly: a larger --budget",
             ) from None
