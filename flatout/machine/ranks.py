@@ -158,9 +158,13 @@ def end_ranks() -> None:
     """
     from torch import distributed
 
+    if not distributed.is_available():
+        return
+    from torch.distributed.distributed_c10d import is_initialized  # that of torch.distributed denies a script's ranks
+
     from flatout.torch_private.ranks import gloo_works
 
-    if not distributed.is_initialized():
+    if not is_initialized():
         return
     with contextlib.suppress(Exception):
         distributed.destroy_process_group()
