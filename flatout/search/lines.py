@@ -72,21 +72,27 @@ def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
 
 def nothing_found(state: Record[C], budget_seconds: float, option: BudgetOption) -> str:
     """The result of a search that kept nothing; what was not tried may still help."""
-    late = state.late
-    if not late and any(one.comparison is not None and one.comparison.verdict == "faster" for one in state.trials):
+    left = _left(state)
+    if not left and any(one.comparison is not None and one.comparison.verdict == "faster" for one in state.trials):
         return "nothing is kept: what was faster did not hold, or does not pay off"
-    if not late:
+    if not left:
         return "nothing helps here"
     until = f"in the budget of {format_seconds(budget_seconds)}"
     if state.stopped_after_seconds is not None:
         until = f"until the search was stopped after {format_seconds(state.stopped_after_seconds)}"
-    return f"nothing found {until}, with {late} not reached{_enough(state, option)}"
+    return f"nothing found {until}, with {left}{_enough(state, option)}"
 
 
 def reach_lines(state: Record[C], option: BudgetOption) -> list[str]:
-    """One line, where something was kept and other levers were not reached."""
-    late = state.late
-    return [f"{late} not reached{_enough(state, option) or _stopped(state)}"] if late and state.kept else []
+    """One line, where something was kept and other levers were not reached, or dropped while the machine was busy."""
+    left = _left(state)
+    return [f"{left}{_enough(state, option) or _stopped(state)}"] if left and state.kept else []
+
+
+def _left(state: Record[C]) -> str:
+    """'3 not reached and 1 dropped while the machine was busy'; '' where all that applies was tried."""
+    counts = {"not reached": state.late, "dropped while the machine was busy": state.dropped_while_busy}
+    return " and ".join(f"{count} {how}" for how, count in counts.items() if count)
 
 
 def _enough(state: Record[C], option: BudgetOption) -> str:

@@ -3,9 +3,9 @@
 The most promising change comes first, ranked again whenever one is kept; of a change with several values, the best
 value of each comes before any second one. Each is measured in alternation with what is kept, and kept if it is
 significantly faster. What was dropped is tried again once a change that it interacts with is kept; other changes that
-were refused or dropped may be retried later, pairs of which neither was kept are tried together, and at the end each
-kept change is tested against the others without it. A change that fails is dropped and the search goes on; what there
-was no time for is listed, with a budget that would be enough.
+were refused or dropped may be retried later, as where the machine was busy meanwhile; pairs of which neither was kept
+are tried together, and at the end each kept change is tested against the others without it. A change that fails is
+dropped and the search goes on; what there was no time for is listed, with a budget that would be enough.
 
 `Search` is the same for a script, a training step and a model with inputs: a subclass says what may be tried
 (`names`, `proposal`, `promise`) and measures it (`measure`, `on_kept`). All time is read from the deadline, whose clock
@@ -18,10 +18,10 @@ import contextlib
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Generic
+from typing import Generic, Literal
 
 from flatout.levers.break_even import Counted, describe, payoff_steps, pays
 from flatout.levers.catalogue import INTERACTING
@@ -37,6 +37,9 @@ Progress = Callable[[str], None]
 
 UNDECIDED_FROM = 1.01
 """Speedup from which a change that was dropped as not significant is retried, if there is time."""
+BUSY_FROM = 1.5
+"""Times as long as in the quietest trial: where what was kept took that in another, the machine was busy meanwhile, and
+neither a gain nor a loss says much."""
 MUCH_SLOWER = 0.8
 """Speedup below which a change is not worth a second trial together with another one."""
 STOPPING = "ending; what was found so far is checked first (Ctrl-C again: end without a plan)"
@@ -182,6 +185,7 @@ class Search(ABC, Generic[C]):
         finally:
             self._ended = True
             self.close()
+        self._note_where_it_was_busy()
         self.state.enough_seconds = self._enough_seconds()
         return self.state
 
@@ -296,19 +300,64 @@ class Search(ABC, Generic[C]):
                 self._propose(name)
 
     def _retries(self) -> list[tuple[C, ...]]:
-        """Dropped changes worth a retry, the most promising first: one may help now that others are kept, and one that
-        was undecided may be decided in the time that is left."""
-        taken = {name for one in self.state.kept for name in one.choices}
-        found = []
-        for trial, tried in {trial.label: (trial, tried) for trial, tried in self._tried}.values():
+        """Dropped changes worth a retry, the most promising first: one may help now that others are kept, one that was
+        undecided may be decided in the time that is left, and the machine may have been busy."""
+        busy, found = self.while_busy(), []
+        for trial, tried in self._latest_dropped():
             compared = trial.comparison
-            if trial.outcome != "dropped" or compared is None or len(tried) > 1 or {*trial.choices} & taken:
+            if compared is None:
+                continue
+            if trial in busy:
+                found.append((compared.ratio if trial.predicted is None else trial.predicted.ratios[1], tried))
                 continue
             undecided = compared.verdict == "not significant" and compared.ratio > UNDECIDED_FROM
             since = any(one.label not in trial.on_top_of for one in self.state.kept)
             if undecided or (since and compared.ratio > self.worth_beside_others):
                 found.append((compared.ratio, tried))
         return [tried for _, tried in sorted(found, key=lambda one: one[0], reverse=True)]
+
+    def _latest_dropped(self) -> list[tuple[Trial, tuple[C, ...]]]:
+        """The latest trial of each change that was dropped by itself, and no other value of which is kept."""
+        taken = {name for one in self.state.kept for name in one.choices}
+        latest = {trial.label: (trial, tried) for trial, tried in self._tried}.values()
+        return [
+            (trial, tried)
+            for trial, tried in latest
+            if trial.outcome == "dropped" and len(tried) == 1 and not {*trial.choices} & taken
+        ]
+
+    def while_busy(self) -> list[Trial]:
+        """The trials during which the machine was busy, see BUSY_FROM."""
+        trials = [trial for trial, _ in self._tried]
+        return [trial for trial in trials if any(self._busier(trial, other) for other in trials)]
+
+    def _busier(self, trial: Trial, other: Trial) -> bool:
+        ours = self.took_at_first(trial, "low", other.on_top_of)
+        theirs = self.took_at_first(other, "high", trial.on_top_of)
+        return ours is not None and theirs is not None and ours > BUSY_FROM * theirs
+
+    def took_at_first(self, trial: Trial, end: Literal["low", "high"], beside: Collection[str] = ()) -> float | None:
+        """At least ('low') or at most, what a step or item would have taken in this trial without what was kept by
+        then, apart from what has these labels; None: it was not timed."""
+        if trial.baseline_seconds is None:
+            return None
+        seconds = trial.baseline_seconds
+        for kept, tried in self._tried:
+            labels = {one.label for one in tried} & {*trial.on_top_of}
+            if kept.outcome == "kept" and kept.comparison is not None and labels and not labels & {*beside}:
+                gain = kept.comparison
+                seconds *= getattr(gain, end) if gain.has_interval else gain.ratio
+        return seconds
+
+    def _note_where_it_was_busy(self) -> None:
+        """Say of what was dropped while the machine was busy that this is not known to be right."""
+        busy, trials = self.while_busy(), self.state.trials
+        unknown = [trial for trial, _ in self._latest_dropped()]
+        for number, trial in enumerate(trials):
+            if trial in busy and trial.outcome == "dropped":
+                again = ", tried again" if any(trial.label == later.label for later in trials[number + 1 :]) else ""
+                reason = f"{trial.reason}; the machine was busy then{again}"
+                trials[number] = replace(trial, reason=reason, while_busy=trial in unknown)
 
     def _pairs(self) -> Iterator[tuple[C, ...]]:
         """Pairs that interact, where both were dropped."""
@@ -432,10 +481,11 @@ class Search(ABC, Generic[C]):
 
     def _enough_seconds(self) -> float | None:
         """Estimated from the cost of the trials made, or of a usual one where there was none."""
-        if not self.state.late or self._deadline.stopped:
+        open_ones = self.state.late + self.state.dropped_while_busy
+        if not open_ones or self._deadline.stopped:
             return None
         costs = [trial.cost_seconds for trial in self.state.trials] or [self.usual_trial_seconds]
-        more = self.state.late * sum(costs) / len(costs)
+        more = open_ones * sum(costs) / len(costs)
         enough = enough_for(self._deadline.elapsed_seconds + more, self._deadline)
         return max(enough, LEAST_MORE * self._deadline.budget_seconds)
 

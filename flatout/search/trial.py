@@ -83,6 +83,8 @@ class Trial(Measured):
     """Duration of the trial itself."""
     decided_after_seconds: float | None = None
     """Since the start of the tune; None: decided together with another one."""
+    while_busy: bool = False
+    """Was it dropped in a trial during which steps took far longer than in others?"""
 
     def to_json(self) -> dict[str, object]:
         plain = {"choices": dict(self.choices), "notes": list(self.notes), "on_top_of": list(self.on_top_of)}
@@ -128,6 +130,11 @@ class Record(Generic[C]):
     def late(self) -> int:
         """How many changes were not reached in time."""
         return sum(entry.for_lack_of_time for entry in self.not_tried)
+
+    @property
+    def dropped_while_busy(self) -> int:
+        """How many changes were dropped while the machine was busy, and not tried again."""
+        return len({trial.label for trial in self.trials if trial.while_busy})
 
     def take_back(self, choices: Sequence[C], outcome: Outcome, reason: str) -> None:
         """Mark these choices as no longer kept. What was kept together with one of them stays."""

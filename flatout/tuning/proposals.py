@@ -12,7 +12,6 @@ from flatout.machine.description import Machine
 from flatout.plan_choices import ChoiceValue, Exactness, allowed
 from flatout.search.deadline import Deadline
 from flatout.search.search import Proposal
-from flatout.search.trial import Trial
 from flatout.tuning.history import History, Training
 from flatout.tuning.proof import LEAST_LOSSES
 from flatout.tuning.results import SearchState
@@ -93,7 +92,7 @@ class Proposals:
             undone = self._saving_of_undoing(choice.field)
             expected, least = min(own.expected, 0.0), min(own.least, undone)
             own = replace(own, expected=expected, least=least, why="another value of it is kept")
-        return self._history.corrected(own, choice.label, self._training)
+        return self._history.corrected(own, choice.label, self.training)
 
     def _saving_of_undoing(self, field: str) -> float:
         """At worst, of the step with it; below 0. 0 where that was not measured."""
@@ -123,12 +122,9 @@ class Proposals:
             return ()
         return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice, trial_seconds))
 
-    def note(self, trial: Trial) -> None:
-        """Record the trial for later tunes."""
-        self._history.note(trial, self._training)
-
     @property
-    def _training(self) -> Training:
+    def training(self) -> Training:
+        """What trains now."""
         state = self._state
         return Training.of(self._kind, state.loop, state.first_observed, state.observed.device)
 

@@ -21,11 +21,11 @@ from flatout.machine.description import Machine
 from flatout.script.trial.answers import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
 from flatout.script.trial.setup import mostly_waited
 from flatout.search.deadline import BudgetSpent
-from flatout.search.search import Progress, Proposal, Search
+from flatout.search.search import BUSY_FROM, Progress, Proposal, Search
 from flatout.search.trial import Measured, Trial
 from flatout.statistics import Comparison
 from flatout.tuning.fitting import Fit, combinations, fit, judge_gain
-from flatout.tuning.history import History
+from flatout.tuning.history import History, Training
 from flatout.tuning.proposals import COMPARISON_SECONDS, TRIALS_COST, Proposals, SearchLimits, least_trial_seconds
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_few_to_fit, too_slow, too_slow_for_whole_runs
@@ -57,6 +57,8 @@ that are watched before its first trial."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
 """Share of the budget spent on timing more first steps, and how many, before a budget is rejected as too short."""
 OBSERVATION_SHARE = 0.1
+MOST_WATCHED_AGAIN = 2
+"""How often plain steps are watched again: watching itself may slow down short ones."""
 LEAST_PATIENCE_SECONDS = 60.0
 """Timeout for a script without a step: loading torch alone takes seconds, many on a busy machine."""
 SLOWER_START = 3.0
@@ -97,8 +99,9 @@ class TrainingSearch(Search[Choice]):
         super().__init__(SearchState(total_steps=limits.total_steps), limits.deadline, progress)
         self.trials = trials
         self.machine, self.levers, self.limits = machine, levers, limits
+        self._history = history or History()
         self._proposals = Proposals(
-            levers, machine, self.state, limits, trials.kind, history or History(), self._restart_seconds
+            levers, machine, self.state, limits, trials.kind, self._history, self._restart_seconds
         )
         self._process: RunningTrial | None = None
         self._process_has: list[Choice] = []
@@ -110,6 +113,9 @@ class TrainingSearch(Search[Choice]):
         """Most of the budget that is kept back for the verifier's steps."""
         self._length: int | None = None
         """Steps of a script that has ended."""
+        self._watched_again = 0
+        self._to_note: list[tuple[Trial, Training]] = []
+        """For later tunes."""
 
     @property
     def total(self) -> int | None:
@@ -141,6 +147,16 @@ class TrainingSearch(Search[Choice]):
         if self._process is not None:
             self._process.close()
             self._process = None
+
+    def run(self) -> SearchState:
+        try:
+            super().run()
+        finally:
+            busy = self.while_busy()
+            for trial, training in self._to_note:
+                if trial not in busy:
+                    self._history.note(trial, training)
+        return self.state
 
     # what is proposed
 
@@ -184,7 +200,8 @@ class TrainingSearch(Search[Choice]):
         return self._proposals.saving(tried[0]) if len(tried) == 1 else None
 
     def after_trial(self, trial: Trial, tried: Sequence[Choice]) -> None:
-        self._proposals.note(trial)
+        self._to_note.append((trial, self._proposals.training))
+        self._watch_again_if_it_was_busy()
         self._keep_back(self.first_seconds or 0.0)  # what was forked has to be started, once a fork has written
 
     # the process
@@ -403,16 +420,31 @@ class TrainingSearch(Search[Choice]):
         except (TrialError, ScriptError):
             self.close()
             return
-        self.state.observed = replace(
-            self.state.observed,
-            device=seen.device,
-            step_seconds=seen.step_seconds,
-            breakdown_seconds=seen.breakdown_seconds,
-            page_faults_per_step=seen.page_faults_per_step,
-        )
+        self.state.observed = _with_times(self.state.observed, seen)
 
-    def _steps_to_look_again(self) -> int:
-        affordable = OBSERVATION_SHARE * self._remaining() / (self.state.observed.step_seconds or 0.01)
+    def _watch_again_if_it_was_busy(self) -> None:
+        """Watch plain steps again where those of the last trial were far shorter: predictions and the length of windows
+        depend on them. Not where what is kept cannot be switched off."""
+        process, last = self._process, self.took_at_first(self._tried[-1][0], "high")
+        if last is None or (self.first_seconds or 0.0) <= BUSY_FROM * last or self._watched_again >= MOST_WATCHED_AGAIN:
+            return
+        if process is None or not process.alive or self.few is not None or self._process_has:
+            return
+        self._watched_again += 1
+        self._progress("watching plain steps again, as the machine was busy before")
+        try:
+            seen = process.breakdown([], steps=self._steps_to_look_again(last))
+        except (TrialError, ScriptError):
+            self.close()
+            return
+        self.state.first_observed = _with_times(self.state.first_observed, seen)
+        if self.state.kept:
+            self._look_again()
+        else:
+            self.state.observed = _with_times(self.state.observed, seen)
+
+    def _steps_to_look_again(self, step_seconds: float | None = None) -> int:
+        affordable = OBSERVATION_SHARE * self._remaining() / (step_seconds or self.state.observed.step_seconds or 0.01)
         return max(2, min(OBSERVED_STEPS // 2, int(affordable)))
 
     # trials
@@ -611,6 +643,17 @@ class TrainingSearch(Search[Choice]):
             return False
         first = usual_compile_seconds(self.state.first_observed, compiled.value)
         return self._remaining() <= first + self.usual_trial_seconds
+
+
+def _with_times(before: Observed, seen: Observed) -> Observed:
+    """What was observed before, with the times that were seen now."""
+    return replace(
+        before,
+        device=seen.device,
+        step_seconds=seen.step_seconds,
+        breakdown_seconds=seen.breakdown_seconds,
+        page_faults_per_step=seen.page_faults_per_step,
+    )
 
 
 def _with_work(seen: Observed, process: RunningTrial, described: Observed) -> Observed:
