@@ -201,7 +201,7 @@ class TrainingSearch(Search[Choice]):
 
     def after_trial(self, trial: Trial, tried: Sequence[Choice]) -> None:
         self._to_note.append((trial, self._proposals.training))
-        self._watch_again_if_it_was_busy()
+        self._watch_again_if_it_was_busy(trial)
         self._keep_back(self.first_seconds or 0.0)  # what was forked has to be started, once a fork has written
 
     # the process
@@ -422,10 +422,10 @@ class TrainingSearch(Search[Choice]):
             return
         self.state.observed = _with_times(self.state.observed, seen)
 
-    def _watch_again_if_it_was_busy(self) -> None:
-        """Watch plain steps again where those of the last trial were far shorter: predictions and the length of windows
+    def _watch_again_if_it_was_busy(self, trial: Trial) -> None:
+        """Watch plain steps again where those of this trial were far shorter: predictions and the length of windows
         depend on them. Not where what is kept cannot be switched off."""
-        process, last = self._process, self.took_at_first(self._tried[-1][0], "high")
+        process, last = self._process, self.took_at_first(trial, "high")
         if last is None or (self.first_seconds or 0.0) <= BUSY_FROM * last or self._watched_again >= MOST_WATCHED_AGAIN:
             return
         if process is None or not process.alive or self.few is not None or self._process_has:

@@ -449,11 +449,11 @@ def test_a_second_tune_tries_first_what_helped_in_the_first(cache: Path, tmp_pat
 
 
 def test_ctrl_c_keeps_what_was_measured_until_then(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: TrainingSearch) -> None:
+    def observe(self: TrainingSearch) -> None:
         self.after_trial(trial("fused optimizer", 1.3), [])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TrainingSearch, "run", run)
+    monkeypatch.setattr(TrainingSearch, "observe", observe)
     trials = StepTrials(step=None, batches=[], shared_folder=cache.parent)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         outcome.search_and_prove(trials, CPU, LEVERS, SearchLimits(deadline=Deadline(60.0)), lambda text: None)
@@ -461,11 +461,11 @@ def test_ctrl_c_keeps_what_was_measured_until_then(cache: Path, monkeypatch: pyt
 
 
 def test_a_search_beside_busy_processes_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: TrainingSearch) -> None:
+    def observe(self: TrainingSearch) -> None:
         self.after_trial(trial("threads 1", 60.0), [])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TrainingSearch, "run", run)
+    monkeypatch.setattr(TrainingSearch, "observe", observe)
     monkeypatch.setattr(outcome, "busy", lambda load, when: [f"other processes kept 1.9 of 2 cores busy during {when}"])
     trials = StepTrials(step=None, batches=[], shared_folder=cache.parent)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
