@@ -175,12 +175,29 @@ class TrainingSearch(Search[Choice]):
         return self._is_last_chance(name), self._proposals.promise(name)
 
     def _is_last_chance(self, name: str, trials: int = 1) -> bool:
-        """Is there time for it now, but not after so many other trials, and is it expected to save much?"""
+        """Is there time for it now, but not after so many other trials, and is it expected to save much, and no less
+        than the others that there would be no time for?"""
         candidate = next(iter(self.proposal(name).candidates), None)
-        if candidate is None or self._proposals.saving(candidate).expected < MUCH_SAVED:
+        if candidate is None or (saving := self._proposals.saving(candidate).expected) < MUCH_SAVED:
             return False
         needed = self.needed_seconds(self.combined((candidate,)))
-        return needed < self._remaining() < needed + trials * self._another_trial_seconds()
+        if not needed < self._remaining() < needed + trials * self._another_trial_seconds():
+            return False
+        return saving >= self._saved_by_others(name, self._remaining()) - self._saved_by_others(
+            name, self._remaining() - needed
+        )
+
+    def _saved_by_others(self, name: str, seconds: float) -> float:
+        """The sum of what is expected to be saved by all but this one that can be tried in this time."""
+        others = [one for one in self.names() if one != name and self._open(one)]
+        total = 0.0
+        for other in sorted(others, key=self._proposals.promise, reverse=True):
+            candidate = self._open(other)[0]
+            seconds -= TRIALS_COST * self.usual_trial_seconds + self.needed_seconds(self.combined((candidate,)))
+            if seconds < 0:
+                break
+            total += max(0.0, self._proposals.saving(candidate).expected)
+        return total
 
     def _another_trial_seconds(self) -> float:
         """At most, as far as is known."""

@@ -16,6 +16,7 @@ from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
 from flatout.levers.denormals import FlushDenormals
 from flatout.levers.first_compilation import seconds_to_compile_again, usual_compile_seconds
+from flatout.levers.fused_optimizer import FusedOptimizer
 from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.threads import Threads
@@ -261,9 +262,11 @@ def test_another_value_of_what_is_kept_is_expected_to_save_nothing(tmp_path: Pat
     assert asked.predicted([foreach]).expected == 0  # type: ignore[union-attr]
 
 
-def test_what_saves_much_is_tried_while_there_is_still_time_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worth_more", [False, True], ids=["others save less", "others save more"])
+def test_what_saves_much_is_tried_while_there_is_still_time_for_it(tmp_path: Path, worth_more: bool) -> None:
+    """Not where those that there would be no time for are expected to save more together."""
     clock = Clock()
-    asked = search(tmp_path, clock, *LEVERS)
+    asked = search(tmp_path, clock, *(LEVERS if worth_more else (Compile(), Threads(), FusedOptimizer())))
     asked.state.observed = asked.state.first_observed = STEP
     asked._deadline = Deadline(600.0, clock=clock)
 
@@ -273,7 +276,7 @@ def test_what_saves_much_is_tried_while_there_is_still_time_for_it(tmp_path: Pat
     assert first() != "torch.compile"  # the others take less time
     needed = asked.needed_seconds([asked.proposal("torch.compile").candidates[0]])
     clock.now = 600.0 - needed - 1.0
-    assert first() == "torch.compile"
+    assert (first() == "torch.compile") is not worth_more
     clock.now = 600.0 - needed + 1.0
     assert first() != "torch.compile"
 
