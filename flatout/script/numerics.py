@@ -59,7 +59,8 @@ class NumericsRequest:
     """Which weights move up and which down."""
     gradient_noise: float = 0.0
     """Added to each gradient before the optimizer takes it, or an update by the script itself; a share of its size."""
-    noise_seed: int = 0
+    weight_noise: bool = False
+    """Take the gradients of each step at weights that are moved by up to a rounding error of bf16."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:  # JSON
@@ -106,7 +107,8 @@ class NumericsRecorder:
 
     def __init__(self, watch: WatchedSteps, request: NumericsRequest) -> None:
         self._watch, self._request = watch, request
-        self._gradient_noise = GradientNoise(request.gradient_noise, request.noise_seed)
+        self._gradient_noise = GradientNoise(request.gradient_noise)
+        self._weight_noise = WeightNoise() if request.weight_noise else None
         self._losses: list[list[Tensor]] = [[]]
         self._norms: list[Tensor | None] = []
         self._by_tensor: dict[int, list[Tensor]] = {}
@@ -127,6 +129,8 @@ class NumericsRecorder:
         return len(self._norms)
 
     def step_ended(self) -> None:
+        if self._weight_noise is not None:
+            self._weight_noise.take_off()
         if not self._step_norms:  # no optimizer: the gradients are still there when the pass ends
             self._take_gradients([p for module in self._watch.subject.modules for p in module.parameters()])
         self._norms.append(_total(self._step_norms))
@@ -171,6 +175,10 @@ class NumericsRecorder:
                 nudge_weights(subject, relative, ulps=request.nudge_ulps, seed=request.nudge_seed)
         if request.gradient_noise:
             self._gradient_noise.add_to(held_by(subject))
+        if self._weight_noise is not None:
+            if self._reference is not None and self.steps in self._reference.checks:
+                self._weight_noise.draw(subject, self.steps)
+            self._weight_noise.put_on()
 
     def _backward(self, roots: tuple[Tensor, ...]) -> None:
         self._losses[-1] += [_in_reals(root.detach()).float().mean() for root in roots if hasattr(root, "detach")]
@@ -179,6 +187,8 @@ class NumericsRecorder:
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
+        if self._weight_noise is not None:
+            self._weight_noise.take_off()
         self._gradient_noise.add_to(parameters)
         self._take_gradients(parameters)
         if self._reference is not None:
@@ -229,7 +239,9 @@ def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
     if request.role == "reference":
         return ReferenceWriter(folder, subject, request.checks)
     if request.role == "checked":
-        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none" or request.gradient_noise > 0)
+        return ReferenceReader(
+            folder, subject, own_gradients=request.nudge != "none" or request.gradient_noise > 0 or request.weight_noise
+        )
     return None
 
 
@@ -250,8 +262,8 @@ def nudge_weights(subject: Subject, relative: float | None = None, *, ulps: int 
 class GradientNoise:
     """Noise of `share` of each gradient's norm, uniform over its nonzero elements. Draws from a separate generator."""
 
-    def __init__(self, share: float, seed: int = 0) -> None:
-        self._share, self._seed = share, seed
+    def __init__(self, share: float) -> None:
+        self._share = share
         self._generators: dict[torch.device, torch.Generator] = {}
         """By device."""
 
@@ -263,12 +275,52 @@ class GradientNoise:
             if not self._share or gradient is None or gradient.is_sparse:
                 continue
             if gradient.device not in self._generators:
-                self._generators[gradient.device] = torch.Generator(gradient.device).manual_seed(self._seed)
+                self._generators[gradient.device] = torch.Generator(gradient.device).manual_seed(0)
             with torch.no_grad():
                 there = gradient != 0
                 size = gradient.norm() / there.sum().clamp(min=1).sqrt()
                 noise = torch.empty_like(gradient).normal_(generator=self._generators[gradient.device])
                 gradient.add_(noise.mul_(there).mul_(self._share * size))
+
+
+class WeightNoise:
+    """Moves every weight by up to a rounding error of bf16 while the gradients of a step are taken, and back before
+    they are applied: this is what products of bf16 do. Unlike noise in the gradients it is large where training is
+    sensitive. It stays the same until another is drawn, as what is rounded up in a step is so in the next ones, too.
+    Draws from a separate generator."""
+
+    def __init__(self) -> None:
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        """(weight, what it is multiplied by)."""
+        self._is_on = False
+
+    def draw(self, subject: Subject, seed: int) -> None:
+        """Where it is off."""
+        import torch
+
+        generator, most = torch.Generator().manual_seed(seed), BITS_OF_16 / 2
+        self._factors = []
+        for weight in named_weights(subject).values():
+            if weight.is_floating_point():
+                noise = torch.empty(weight.shape, device="cpu").uniform_(-most, most, generator=generator)
+                self._factors.append((weight, (1 + noise).to(weight)))
+
+    def put_on(self) -> None:
+        import torch
+
+        self._is_on = True
+        with torch.no_grad():
+            for weight, factor in self._factors:
+                weight.mul_(factor)
+
+    def take_off(self) -> None:
+        """Where it is on."""
+        import torch
+
+        was_on, self._is_on = self._is_on, False
+        with torch.no_grad():
+            for weight, factor in self._factors if was_on else ():
+                weight.div_(factor)
 
 
 def _total(norms: list[Tensor]) -> Tensor | None:

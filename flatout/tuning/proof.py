@@ -10,8 +10,9 @@
     reduced    the gradient of each parameter is the plain one plus unbiased noise of 16-bit size (check steps at which
                a 16-bit rounding error in the weights changes a plain run's gradients beyond that are left out); from
                it the optimizer makes the plain update (up to noise where moments are in 8 bits); no step stands out by
-               more than the same noise in a plain run's gradients causes; and over a whole free run the losses
-               decrease as the plain ones do, within the effect of a 16-bit rounding error in the weights
+               more than such noise causes in a plain run, in its gradients or in the weights that these are taken at;
+               and over a whole free run the losses decrease as the plain ones do, within the effect of a 16-bit
+               rounding error in the weights
 
 Where two plain runs differ by rounding errors although every generator is seeded (a GPU sums in no fixed order), no
 lever can be shown to be bit-identical: all are tested for rounding. Where they differ by more, single steps cannot be
@@ -81,12 +82,12 @@ STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
 """A step whose loss differs by this many times the median, and by this share of the level, is another step."""
 STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
 NOISE_FACTOR, NOISE_FACTOR_ANYWHERE = 3.0, 2.0
-"""Times the effect of the same noise in a plain run's gradients, on the same step or stretch, or on any: where training
-amplifies noise, different noise shows in different steps."""
+"""Times the effect of noise in a plain run, on the same step or stretch, or on any: where training amplifies noise,
+different noise shows in different steps."""
 LEAST_LOSSES = 4
 """Fewest losses that show whether a free run decreases as a plain one does."""
 LEAST_STRETCHES = 3
-"""With fewer, no value is typical: then only the noise of the gradients counts."""
+"""With fewer, no value is typical: then only noise counts."""
 WAY_FACTOR, WAY_LEAST = 6.0, 0.05
 """Correct levers were measured at 0.3 to 1.7 times the noise of their gradients."""
 
@@ -236,9 +237,9 @@ def diverges(plain: Numerics, checked: Numerics, *noisy: Numerics, rough: Numeri
     """Where such a run diverges from the plain one between check steps, or None.
 
     The standard is what is typical within it. Some scripts and some steps amplify noise more than others, such as the
-    first ones at a high learning rate. `noisy` shows by how much: plain runs with the same noise in their gradients. So
-    does `rough`, as `not_reduced` has it, for the loss of each step alone. Of the weights it says nothing: they were
-    moved in it.
+    first ones at a high learning rate. `noisy` shows by how much: plain runs with the same noise in their gradients, or
+    with gradients that are taken at weights rounded to bf16. So does `rough`, as `not_reduced` has it, for the loss of
+    each step alone. Of the weights it says nothing: they were moved in it.
     """
     return (
         _step_stands_out(plain, checked, noisy, rough)
@@ -477,7 +478,7 @@ def _step_stands_out(
         near = max(0.0 if step in starts else near, here.get(step, 0.0))
         explained = max(NOISE_FACTOR * near, NOISE_FACTOR_ANYWHERE * anywhere)
         if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual, explained):
-            noise = f"; the same noise in a plain run's gradients causes {anywhere:.1%} at most" if noisy else ""
+            noise = f"; noise in a plain run causes {anywhere:.1%} at most" if noisy else ""
             return f"the loss of step {step + 1} differs by {value:.0%}, those of other steps by {usual:.1%}{noise}"
     return None
 

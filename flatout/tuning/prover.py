@@ -53,9 +53,6 @@ MOST_FARTHER = 4
 """Plain runs from weights moved farther. Each shows a unit that a lever's rounding switches with a chance of about a
 half."""
 
-MOST_NOISY_RUNS = 2
-"""Plain runs with noise in their gradients, of different seeds."""
-
 REDUCED: tuple[Exactness, ...] = ("reduced",)
 ROUNDING: tuple[Exactness, ...] = ("rounding",)
 
@@ -324,16 +321,16 @@ class Prover:
 
     def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
         """Why it diverges beyond what noise explains. The runs that measure the noise are made only if needed, and if
-        there is time. Where noise alone diverges, how far it does differs from one noise to another: two are made. Last
-        comes noise in the weights, which shows in a loss at once: at steps that amplify noise as no gradient does."""
-        reason, noise = judge.diverges(plain, checked), judge.typical_gradient_difference(checked)
-        noisy: list[Numerics] = []
-        while reason is not None and len(noisy) < MOST_NOISY_RUNS and self.has_time_for(1, self._latest):
-            if noisy and judge.diverges(plain, noisy[-1]) is None:
-                break
-            seed = len(noisy)
-            noisy.append(self._record([], role="checked", gradient_noise=noise, noise_seed=seed, then=choices))
-            reason = judge.diverges(plain, checked, *noisy)
+        there is time: with as much noise in the gradients, and with gradients taken at weights that are rounded to
+        bf16, as training may be sensitive to that. Last comes a run from moved weights, which shows in a loss at once:
+        at steps that amplify noise as no gradient does."""
+        reason, noisy = judge.diverges(plain, checked), list[Numerics]()
+        as_noisy: dict[str, Any] = {"gradient_noise": judge.typical_gradient_difference(checked)}
+        for noise in (as_noisy, {"weight_noise": True}):
+            if reason is not None and self.has_time_for(1, self._latest):
+                self._progress("proof: does noise make a plain run diverge as much?")
+                noisy.append(self._record([], role="checked", then=choices, **noise))
+                reason = judge.diverges(plain, checked, *noisy)
         if reason is not None and judge.diverges(plain, checked, *noisy, rough=checked) is None:
             reason = judge.diverges(plain, checked, *noisy, rough=self._with_rough_weights(choices))
         return reason

@@ -13,7 +13,7 @@ import torch
 from flatout.generators import generator_states
 from flatout.levers.subject import Subject
 from flatout.script import reference
-from flatout.script.numerics import GradientNoise, NumericsRecorder, NumericsRequest, nudge_weights
+from flatout.script.numerics import GradientNoise, NumericsRecorder, NumericsRequest, WeightNoise, nudge_weights
 from flatout.tuning.numerics import Numerics
 from tests.odd_defaults import odd_defaults
 
@@ -149,6 +149,49 @@ def test_a_run_with_noisy_gradients_differs_by_as_much_at_each_check_step(tmp_pa
         size = sum(gradient.size**2 for gradient in check.gradients) ** 0.5
         error = sum(gradient.error**2 for gradient in check.gradients) ** 0.5
         assert error / size == pytest.approx(0.01, rel=0.8)  # of eight elements
+
+
+def test_weights_are_rounded_only_while_gradients_are_taken(tmp_path: Path) -> None:
+    plain = Watched().record(6, role="reference", folder=str(tmp_path), checks=(0, 3, 5))
+    watched, generator = Watched(), torch.get_rng_state()
+    seen: list[torch.Tensor] = []
+    watched.watch.at_backward.append(lambda roots: seen.append(watched.model[0].weight.detach().clone()))
+    noisy = watched.record(6, role="checked", folder=str(tmp_path), weight_noise=True)
+    assert torch.equal(torch.get_rng_state(), generator)
+    initial = Watched().model[0].weight.detach()
+    assert 0 < ((seen[0] - initial).abs() / initial.abs()).max() <= 2.0**-9 * 1.01
+    assert noisy.losses != plain.losses
+    assert [check.replaced for check in noisy.checks] == [False] * 3
+    for check in noisy.checks:
+        assert all(0 < gradient.relative < 0.02 for gradient in check.gradients if gradient.size)
+    # on arrival at the last check the weights are near those of the plain run, not 16-bit noise away from them
+    assert all(drift.error < 0.02 * drift.moved for drift in noisy.checks[-1].drift)
+
+
+def test_the_roundings_of_weights_are_the_same_until_the_next_check_step() -> None:
+    watched, noise = Watched(), WeightNoise()
+    before = watched.model[0].weight.detach().clone()
+
+    def moved() -> torch.Tensor:
+        noise.put_on()
+        found = watched.model[0].weight.detach() - before
+        noise.take_off()
+        noise.take_off()  # as where an optimizer has made its step before the step ends
+        assert torch.allclose(watched.model[0].weight, before, rtol=1e-6)
+        return found
+
+    noise.draw(watched.subject, 0)
+    first, second = moved(), moved()
+    assert torch.allclose(first, second, atol=1e-7)
+    noise.draw(watched.subject, 5)
+    assert not torch.allclose(first, moved(), atol=1e-5)
+
+
+def test_weights_are_rounded_for_updates_by_hand(tmp_path: Path) -> None:
+    ByHand().record(9, role="reference", folder=str(tmp_path), checks=(0, 3, 6))
+    noisy = ByHand().record(9, role="checked", folder=str(tmp_path), weight_noise=True)
+    assert [0 < one.gradients[0].relative < 0.02 for one in noisy.checks] == [True, True, True]
+    assert all(drift.error < 0.02 * drift.moved for check in noisy.checks[1:] for drift in check.drift)
 
 
 def test_a_nudge_is_one_rounding_error_in_any_format_and_repeats() -> None:
