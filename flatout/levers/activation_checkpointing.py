@@ -135,6 +135,8 @@ def _keep_products() -> tuple[Context, Context]:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
+    if hasattr(forward, "respect_saved_tensors_hooks"):  # from torch 2.15 on; `checkpoint` cannot set it: it is inside
+        forward.respect_saved_tensors_hooks = True  # under activation_offload, the results that are kept leave too
     return forward, recomputation
 
 

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,17 @@ class HasParameters(Protocol):
     """A module, or several that train together."""
 
     def parameters(self) -> Iterator[Tensor]: ...
+
+
+class _Delayed(NamedTuple):
+    first: int
+    """The storage of the first term."""
+    sum: Tensor
+    operation: str
+    event: int
+    """How many births and deaths there were when it was made."""
+    held_bytes: int
+    """What was held then."""
 
 
 class Tracker:
@@ -83,8 +94,8 @@ class Tracker:
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         """Storage -> (allocation's index, bytes that the storage shows, the storage)."""
         self.held_bytes = self.peak_bytes = 0
-        self._delayed: tuple[int, Tensor, str] | None = None
-        """A sum that the autograd engine would make in place: (storage of its first term, the sum, operation)."""
+        self._delayed: _Delayed | None = None
+        """A sum that the autograd engine would make in place."""
         self._node = (-1, 0)
         """The autograd node that runs, by its number, and how many allocations there were when it began."""
         self._kept: set[tuple[str, bool]] = set()
@@ -212,8 +223,8 @@ class Tracker:
     def _is_in_place_unfollowed(self, name: str, args: Sequence[object], out: object) -> bool:
         """Is this the engine summing up gradients of one tensor? It adds in place, but not under a dispatch mode.
 
-        Whether it would depends on who else holds the first term. So the sum is counted when that term has ended,
-        in its stead, or when the next operation begins and it is still there.
+        Whether it would depends on who else holds the first term. If that has ended by the time that the next operation
+        begins, the sum has its memory; otherwise the sum is counted, as from now on.
         """
         if name != "add.Tensor" or self._phase != "backward" or torch.is_grad_enabled():
             return False
@@ -225,7 +236,7 @@ class Tracker:
             return False  # a node's own formula sums up what it made itself; the engine, what another node made before
         if identity(out) in self._alive:
             return False
-        self._delayed = key, out, name
+        self._delayed = _Delayed(key, out, name, len(self._events), self.held_bytes)
         return True
 
     def _scatters_in_place(self, args: Sequence[object], out: object) -> bool:
@@ -245,9 +256,24 @@ class Tracker:
         return True
 
     def _count_delayed(self) -> None:
-        if self._delayed is not None:
-            (_, tensor, name), self._delayed = self._delayed, None
-            self._see(tensor, name)
+        """As of the event at which it was made: an allocator may give the memory of what ended since to others."""
+        delayed, self._delayed = self._delayed, None
+        if delayed is None:
+            return
+        events = len(self._events)
+        self._see(delayed.sum, delayed.operation)
+        if len(self._events) == events or events == delayed.event:
+            return
+        for index, is_birth in self._events[delayed.event : events]:
+            later = self._allocations[index]
+            if is_birth:
+                later.born += 1
+            elif later.died is not None:
+                later.died += 1
+        self._events.insert(delayed.event, self._events.pop())
+        one = self._allocations[-1]
+        one.born = delayed.event
+        self.peak_bytes = max(self.peak_bytes, delayed.held_bytes + one.size_bytes)
 
     def _see_plain(self, tensor: Tensor, operation: str, size_bytes: int) -> None:
         try:
@@ -316,9 +342,12 @@ class Tracker:
         if entry is None or self._finished or (index is not None and entry[0] != index):
             return
         del self._alive[key]
-        self._dies(entry[0])
-        if self._delayed is not None and self._delayed[0] == key:
-            self._count_delayed()
+        if self._delayed is None or self._delayed.first != key:
+            self._dies(entry[0])
+            return
+        storage, number = self._delayed.sum.untyped_storage(), entry[0]
+        its_key, self._delayed = storage_identity(storage), None
+        self._alive[its_key] = number, storage.nbytes(), weakref.ref(storage, lambda _: self._end(its_key, number))
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import flatout
@@ -77,6 +78,49 @@ def test_the_same_bits(choices: dict[str, Any]) -> None:
     assert not step.rolled_back or choices == {"activation_checkpointing": "block"}  # it has no repeated block
     assert all(torch.equal(one, other) for one, other in zip(plainly, away, strict=True))
     assert host.moved_bytes > 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(self.up(x).tanh())
+
+
+def trained_blocks(plan: Plan) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block(), nn.Linear(64, 3))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, plan)
+    for _ in range(3):
+        step(batch())
+    assert not step.rolled_back
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def test_with_selective_checkpointing_the_bits_are_the_same_too() -> None:
+    plainly = trained_blocks(Plan())
+    with offloading_to(StandIn()) as host:
+        away = trained_blocks(Plan(activation_offload=True, activation_checkpointing="selective"))
+    assert all(torch.equal(one, other) for one, other in zip(plainly, away, strict=True))
+    assert host.moved_bytes > 0
+
+
+def test_what_selective_checkpointing_keeps_leaves_too_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 warns where this is not said."""
+    made: list[Any] = []
+    plain = torch.utils.checkpoint.create_selective_checkpoint_contexts
+
+    def contexts(policy: Any) -> Any:
+        forward, recomputation = plain(policy)
+        forward.respect_saved_tensors_hooks = None
+        made.append(forward)
+        return forward, recomputation
+
+    monkeypatch.setattr(torch.utils.checkpoint, "create_selective_checkpoint_contexts", contexts)
+    trained_blocks(Plan(activation_checkpointing="selective"))
+    assert [one.respect_saved_tensors_hooks for one in made] == [True] * 9
 
 
 def test_what_is_saved_twice_leaves_once_and_weights_stay() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flatout.memory.fake_run import FakeRun, ValuesForOptimizers
+from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker
 from flatout.memory.workspace import Workspace
 from flatout.torch_private.tensors import stored_parts
@@ -192,3 +193,37 @@ def test_all_parts_of_a_sparse_tensor_are_held(layout: torch.layout) -> None:
         tracker.hold([matrix], "weights")
         parts = stored_parts(matrix)
         assert tracker.held_bytes == sum(one.untyped_storage().nbytes() for one in parts) > 0
+
+
+def summed(kept: list[Any]) -> Timeline:
+    """Of a backward pass in which two gradients of a tensor are summed up; `kept` gets the first of them."""
+    world = FakeRun()
+    with world, Tracker() as tracker:
+        hidden = torch.ones(1000, requires_grad=True) * 2
+        parts = [hidden * 3, hidden * 4]
+        if kept:
+            for part in parts:
+                assert part.grad_fn is not None
+                part.grad_fn.register_hook(lambda inwards, _: kept.append(inwards[0]))
+        (parts[0].sum() + parts[1].sum()).backward()
+        return tracker.timeline()
+
+
+def test_a_sum_in_place_has_the_memory_of_its_first_term() -> None:
+    """Another allocation after the end of the first could be given another place."""
+    timeline = summed([])
+    assert "add.Tensor" not in [one.operation for one in timeline.allocations if one.phase == "backward"]
+    assert [timeline.allocations[index].born for index, is_birth in timeline.events if is_birth] == [
+        event for event, (_, is_birth) in enumerate(timeline.events) if is_birth
+    ]
+
+
+def test_another_sum_is_counted_when_it_is_made() -> None:
+    """Before its second term ends, whose memory an allocator could otherwise give it."""
+    timeline = summed([None])
+    (total,) = [one for one in timeline.allocations if one.phase == "backward" and one.operation == "add.Tensor"]
+    terms = [one for one in timeline.allocations if one.phase == "backward" and one.operation == "mul.Tensor"]
+    assert len(terms) >= 2
+    assert all(one.died is None or one.died > total.born for one in terms[:2])
+    for event, (index, is_birth) in enumerate(timeline.events):
+        assert (timeline.allocations[index].born if is_birth else timeline.allocations[index].died) == event
