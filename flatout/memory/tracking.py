@@ -231,6 +231,8 @@ class Tracker:
         first = args[0] if len(args) == 2 else None
         if not isinstance(first, Tensor) or not isinstance(out, Tensor) or not _is_dense(first):
             return False
+        if first._is_view():  # what it is a view of holds the memory, too
+            return False
         key, known = identity(first), self._alive.get(identity(first))
         if known is None or known[0] >= self._node[1] or known[1] != out.untyped_storage().nbytes():
             return False  # a node's own formula sums up what it made itself; the engine, what another node made before

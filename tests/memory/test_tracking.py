@@ -227,3 +227,22 @@ def test_another_sum_is_counted_when_it_is_made() -> None:
     assert all(one.died is None or one.died > total.born for one in terms[:2])
     for event, (index, is_birth) in enumerate(timeline.events):
         assert (timeline.allocations[index].born if is_birth else timeline.allocations[index].died) == event
+
+
+def test_a_first_term_that_is_a_view_is_not_summed_up_in_place() -> None:
+    """Of a weight that an embedding and the last layer share: the engine's sum takes memory of its own."""
+    table, tokens = nn.Embedding(2000, 16), torch.arange(4)
+
+    def run() -> None:
+        nn.functional.linear(table(tokens).tanh(), table.weight).logsumexp(1).sum().backward()
+
+    run()
+    table.weight.grad = None
+    with allocator_recorded() as peak_in_window, window():
+        run()
+    table.weight.grad = None
+    with Tracker() as tracker:
+        tracker.hold([table.weight, tokens], "weights")
+        held = tracker.held_bytes
+        run()
+    assert tracker.peak_bytes - held == pytest.approx(peak_in_window(), rel=0.02)
