@@ -23,8 +23,9 @@ def batch_coupled_layers(model: Module) -> list[str]:
     """Names of the layers in training mode whose output for a sample depends on the others in its batch."""
     from flatout.torch_private.modules import BatchNorm
 
-    layers = model.named_modules()
-    return [name or "the model" for name, layer in layers if isinstance(layer, BatchNorm) and layer.training]
+    named = model.named_modules()
+    names = [name for name, layer in named if isinstance(layer, BatchNorm) and layer.training]
+    return [f"layer {name}" if name.isdigit() else name or "the model" for name in names]
 
 
 class Attempts:

@@ -160,7 +160,7 @@ def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
         given - 1, TrainStep(model, optimizer, LOSS), batch, exactness="rounding", progress=told.append
     )
     assert exact.plan.micro_batches is None
-    assert any(line.startswith("micro_batches: 1 mixes the samples of a batch") for line in exact.left_out)
+    assert any(line.startswith("micro_batches: layer 1 mixes the samples of a batch") for line in exact.left_out)
     parts: Choices = {"micro_batches": 2}
     assert exactness_of(parts, mixes_samples=True) == "reduced"  # statistics of smaller batches
     assert exactness_of(parts, mixes_samples=False) == "rounding"
