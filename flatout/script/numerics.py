@@ -290,8 +290,8 @@ class WeightNoise:
     Draws from a separate generator."""
 
     def __init__(self) -> None:
-        self._factors: list[tuple[Tensor, Tensor]] = []
-        """(weight, what it is multiplied by)."""
+        self._noise: list[tuple[Tensor, Tensor]] = []
+        """(weight, the share of it by which it is moved); none of 16-bit formats, which are rounded already."""
         self._is_on = False
 
     def draw(self, subject: Subject, seed: int) -> None:
@@ -299,19 +299,19 @@ class WeightNoise:
         import torch
 
         generator, most = torch.Generator().manual_seed(seed), BITS_OF_16 / 2
-        self._factors = []
+        self._noise = []
         for weight in named_weights(subject).values():
-            if weight.is_floating_point():
+            if weight.dtype in (torch.float32, torch.float64):
                 noise = torch.empty(weight.shape, device="cpu").uniform_(-most, most, generator=generator)
-                self._factors.append((weight, (1 + noise).to(weight)))
+                self._noise.append((weight, noise.to(device=weight.device, dtype=torch.bfloat16)))  # half as large
 
     def put_on(self) -> None:
         import torch
 
         self._is_on = True
         with torch.no_grad():
-            for weight, factor in self._factors:
-                weight.mul_(factor)
+            for weight, noise in self._noise:
+                weight.mul_(1 + noise.to(weight.dtype))
 
     def take_off(self) -> None:
         """Where it is on."""
@@ -319,8 +319,8 @@ class WeightNoise:
 
         was_on, self._is_on = self._is_on, False
         with torch.no_grad():
-            for weight, factor in self._factors if was_on else ():
-                weight.div_(factor)
+            for weight, noise in self._noise if was_on else ():
+                weight.div_(1 + noise.to(weight.dtype))
 
 
 def _total(norms: list[Tensor]) -> Tensor | None:

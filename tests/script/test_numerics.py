@@ -187,6 +187,14 @@ def test_the_roundings_of_weights_are_the_same_until_the_next_check_step() -> No
     assert not torch.allclose(first, moved(), atol=1e-5)
 
 
+def test_weights_of_16_bits_are_rounded_already() -> None:
+    watched, noise = Watched(dtype=torch.bfloat16), WeightNoise()
+    before = watched.model[0].weight.detach().clone()
+    noise.draw(watched.subject, 0)
+    noise.put_on()
+    assert torch.equal(watched.model[0].weight, before)
+
+
 def test_weights_are_rounded_for_updates_by_hand(tmp_path: Path) -> None:
     ByHand().record(9, role="reference", folder=str(tmp_path), checks=(0, 3, 6))
     noisy = ByHand().record(9, role="checked", folder=str(tmp_path), weight_noise=True)
