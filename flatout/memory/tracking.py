@@ -41,7 +41,7 @@ from flatout.torch_private.dispatch import (
     node_number,
     tree_leaves,
 )
-from flatout.torch_private.tensors import storage_identity, stored_parts
+from flatout.torch_private.tensors import is_view, storage_identity, stored_parts
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Lines of torch and of Flatout are not the user's."""
@@ -231,7 +231,7 @@ class Tracker:
         first = args[0] if len(args) == 2 else None
         if not isinstance(first, Tensor) or not isinstance(out, Tensor) or not _is_dense(first):
             return False
-        if first._is_view():  # what it is a view of holds the memory, too
+        if is_view(first):  # what it is a view of holds the memory, too
             return False
         key, known = identity(first), self._alive.get(identity(first))
         if known is None or known[0] >= self._node[1] or known[1] != out.untyped_storage().nbytes():
