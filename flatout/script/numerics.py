@@ -130,7 +130,7 @@ class NumericsRecorder:
 
     def step_ended(self) -> None:
         if self._weight_noise is not None:
-            self._weight_noise.take_off()
+            self._weight_noise.remove()
         if not self._step_norms:  # no optimizer: the gradients are still there when the pass ends
             self._take_gradients([p for module in self._watch.subject.modules for p in module.parameters()])
         self._norms.append(_total(self._step_norms))
@@ -178,7 +178,7 @@ class NumericsRecorder:
         if self._weight_noise is not None:
             if self._reference is not None and self.steps in self._reference.checks:
                 self._weight_noise.draw(subject, self.steps)
-            self._weight_noise.put_on()
+            self._weight_noise.add()
 
     def _backward(self, roots: tuple[Tensor, ...]) -> None:
         self._losses[-1] += [_in_reals(root.detach()).float().mean() for root in roots if hasattr(root, "detach")]
@@ -188,7 +188,7 @@ class NumericsRecorder:
     def _optimizer(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
         if self._weight_noise is not None:
-            self._weight_noise.take_off()
+            self._weight_noise.remove()
         self._gradient_noise.add_to(parameters)
         self._take_gradients(parameters)
         if self._reference is not None:
@@ -292,10 +292,10 @@ class WeightNoise:
     def __init__(self) -> None:
         self._noise: list[tuple[Tensor, Tensor]] = []
         """(weight, the share of it by which it is moved); none of 16-bit formats, which are rounded already."""
-        self._is_on = False
+        self._is_added = False
 
     def draw(self, subject: Subject, seed: int) -> None:
-        """Where it is off."""
+        """Draw other noise, while none is added."""
         import torch
 
         generator, most = torch.Generator().manual_seed(seed), BITS_OF_16 / 2
@@ -305,21 +305,21 @@ class WeightNoise:
                 noise = torch.empty(weight.shape, device="cpu").uniform_(-most, most, generator=generator)
                 self._noise.append((weight, noise.to(device=weight.device, dtype=torch.bfloat16)))  # half as large
 
-    def put_on(self) -> None:
+    def add(self) -> None:
         import torch
 
-        self._is_on = True
+        self._is_added = True
         with torch.no_grad():
             for weight, noise in self._noise:
                 weight.mul_(1 + noise.to(weight.dtype))
 
-    def take_off(self) -> None:
-        """Where it is on."""
+    def remove(self) -> None:
+        """Does nothing where none was added."""
         import torch
 
-        was_on, self._is_on = self._is_on, False
+        was_added, self._is_added = self._is_added, False
         with torch.no_grad():
-            for weight, noise in self._noise if was_on else ():
+            for weight, noise in self._noise if was_added else ():
                 weight.div_(1 + noise.to(weight.dtype))
 
 

@@ -38,8 +38,8 @@ Progress = Callable[[str], None]
 UNDECIDED_FROM = 1.01
 """Speedup from which a change that was dropped as not significant is retried, if there is time."""
 BUSY_FROM = 1.5
-"""Times as long as in the quietest trial: where what was kept took that in another, the machine was busy meanwhile, and
-neither a gain nor a loss says much."""
+"""A trial whose steps, without the change, took this many times as long as those of another trial was measured while the
+machine was busy: its result is not reliable."""
 MUCH_SLOWER = 0.8
 """Speedup below which a change is not worth a second trial together with another one."""
 STOPPING = "ending; what was found so far is checked first (Ctrl-C again: end without a plan)"
@@ -332,13 +332,13 @@ class Search(ABC, Generic[C]):
         return [trial for trial in trials if any(self._busier(trial, other) for other in trials)]
 
     def _busier(self, trial: Trial, other: Trial) -> bool:
-        ours = self.took_at_first(trial, "low", other.on_top_of)
-        theirs = self.took_at_first(other, "high", trial.on_top_of)
+        ours = self.plain_seconds(trial, "low", other.on_top_of)
+        theirs = self.plain_seconds(other, "high", trial.on_top_of)
         return ours is not None and theirs is not None and ours > BUSY_FROM * theirs
 
-    def took_at_first(self, trial: Trial, end: Literal["low", "high"], beside: Collection[str] = ()) -> float | None:
-        """At least ('low') or at most, what a step or item would have taken in this trial without what was kept by
-        then, apart from what has these labels; None: it was not timed."""
+    def plain_seconds(self, trial: Trial, end: Literal["low", "high"], beside: Collection[str] = ()) -> float | None:
+        """Of a step or item during this trial, without the changes that had been kept by then; those with the labels
+        `beside` stay. end: of the intervals of their gains. None: it was not timed."""
         if trial.baseline_seconds is None:
             return None
         seconds = trial.baseline_seconds

@@ -442,7 +442,7 @@ class TrainingSearch(Search[Choice]):
     def _watch_again_if_it_was_busy(self, trial: Trial) -> None:
         """Watch plain steps again where those of this trial were far shorter: predictions and the length of windows
         depend on them. Not where what is kept cannot be switched off."""
-        process, last = self._process, self.took_at_first(trial, "high")
+        process, last = self._process, self.plain_seconds(trial, "high")
         if last is None or (self.first_seconds or 0.0) <= BUSY_FROM * last or self._watched_again >= MOST_WATCHED_AGAIN:
             return
         if process is None or not process.alive or self.few is not None or self._process_has:

@@ -16,7 +16,7 @@ from flatout.units import format_seconds
 
 TRIALS_WANTED = 4
 LEAST_INCREASE = 1.5
-"""Times the budget that was too short: the script may have been measured while the machine was quieter."""
+"""Times the budget that was too short: the script may have been measured while the machine was less busy."""
 MORE_TIME = "allow more time: --budget (in Python: seconds=)"
 
 

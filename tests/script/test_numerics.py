@@ -173,10 +173,10 @@ def test_the_roundings_of_weights_are_the_same_until_the_next_check_step() -> No
     before = watched.model[0].weight.detach().clone()
 
     def moved() -> torch.Tensor:
-        noise.put_on()
+        noise.add()
         found = watched.model[0].weight.detach() - before
-        noise.take_off()
-        noise.take_off()  # as where an optimizer has made its step before the step ends
+        noise.remove()
+        noise.remove()  # as where an optimizer has made its step before the step ends
         assert torch.allclose(watched.model[0].weight, before, rtol=1e-6)
         return found
 
@@ -191,7 +191,7 @@ def test_weights_of_16_bits_are_rounded_already() -> None:
     watched, noise = Watched(dtype=torch.bfloat16), WeightNoise()
     before = watched.model[0].weight.detach().clone()
     noise.draw(watched.subject, 0)
-    noise.put_on()
+    noise.add()
     assert torch.equal(watched.model[0].weight, before)
 
 

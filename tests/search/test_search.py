@@ -388,11 +388,11 @@ def test_other_values_of_what_a_bundle_holds_are_tried_or_listed() -> None:
         assert [one.label for one in search.state.not_tried] == ([] if tried else ["optimizer foreach"])
 
 
-def in_a_burst(search: Scripted, until: float, quiet: Callable[[set[str]], float]) -> None:
+def in_a_burst(search: Scripted, until: float, idle: Callable[[set[str]], float]) -> None:
     """Until that time, everything takes ten times as long, and every change seems slower."""
 
     def seconds(on: set[str]) -> float:
-        return quiet(on) if search.now > until else 10 * quiet(set()) * (1 + len(on))
+        return idle(on) if search.now > until else 10 * idle(set()) * (1 + len(on))
 
     search.seconds = seconds
 

@@ -41,14 +41,18 @@ def searched(script: Pretended, *levers: Faster, history: History | None = None)
     return search
 
 
-def test_plain_steps_are_watched_again_when_the_machine_is_quiet(script: BusyAtFirst, tmp_path: Path) -> None:
+def breakdowns(script: Pretended) -> int:
+    return sum(request == "breakdown" for run in script.runs for request, _ in run)
+
+
+def test_plain_steps_are_watched_again_when_the_machine_is_idle_again(script: BusyAtFirst, tmp_path: Path) -> None:
     script.busy_until = 14.0
     search = searched(script, Slower(), Useless())
     assert search.first_seconds == search.state.observed.step_seconds == 0.01
-    assert sum(what == "breakdown" for run in script.runs for what, _ in run) == 2
-    quiet = BusyAtFirst(tmp_path, steps=10**6)
-    searched(quiet, Slower(), Useless())
-    assert sum(what == "breakdown" for run in quiet.runs for what, _ in run) == 1
+    assert breakdowns(script) == 2
+    idle = BusyAtFirst(tmp_path, steps=10**6)
+    searched(idle, Slower(), Useless())
+    assert breakdowns(idle) == 1
 
 
 def test_what_is_kept_is_watched_again_as_well(script: BusyAtFirst) -> None:
@@ -63,8 +67,8 @@ def test_what_was_seen_on_a_busy_machine_is_not_left_for_later_tunes(script: Bus
     history = History(CPU, tmp_path / "history.json")
     search = searched(script, Slower(), FromStart(), history=history)
     history.save()
-    busy, *quiet = search.state.trials
-    assert [trial.label for trial in quiet] == ["from start", "slower"]
+    busy, *later = search.state.trials
+    assert [trial.label for trial in later] == ["from start", "slower"]
     assert (busy.label, busy.reason) == ("slower", "slower; the machine was busy then, tried again")
     noted = json.loads((tmp_path / "history.json").read_text())["trials"]
     assert [one["choice"] for one in noted] == ["from start", "slower"]

@@ -269,7 +269,7 @@ def _doubts(search: InferenceSearch, load: LoadWatch) -> list[str]:
     if seen is not None and seen.contended:
         found.append(
             f"others kept {seen.others_cores:.1f} of {seen.logical_cores} cores busy: this holds for such a machine; "
-            "tune again when it is quiet"
+            "tune again when it is idle"
         )
     return found
 
