@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 UNDECIDED_FROM = 1.01
 """Speedup from which a change that was dropped as not significant is retried, if there is time."""
 BUSY_FROM = 1.5
-"""A trial whose steps, without the change, took this many times as long as those of another trial was measured while the
+"""A trial whose steps, without the change, took this many times as long as those of another was measured while the
 machine was busy: its result is not reliable."""
 MUCH_SLOWER = 0.8
 """Speedup below which a change is not worth a second trial together with another one."""

@@ -455,10 +455,10 @@ class TrainingSearch(Search[Choice]):
             self.close()
             return
         self.state.first_observed = _with_times(self.state.first_observed, seen)
-        if self.state.kept:
-            self._look_again()
-        else:
+        if not self.state.kept:
             self.state.observed = _with_times(self.state.observed, seen)
+        elif trial.outcome != "kept":  # then `on_kept` is about to do it
+            self._look_again()
 
     def _steps_to_look_again(self, step_seconds: float | None = None) -> int:
         affordable = OBSERVATION_SHARE * self._remaining() / (step_seconds or self.state.observed.step_seconds or 0.01)
