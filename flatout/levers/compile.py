@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatout.levers.first_compilation import (
     compiler_is_there,
@@ -43,6 +43,7 @@ class Compile(Lever):
     plan_field = "compile"
     acts_on_forward = True
     compiles = True
+    surpassed_by: ClassVar[Mapping[Value, Value]] = {"regional": "default"}
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         between = max(0.0, observed.busy_share - observed.product_share(machine))

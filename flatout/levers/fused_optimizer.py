@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.low_bit import low_bit_obstacle
@@ -29,6 +29,7 @@ class FusedOptimizer(Lever):
 
     name = "optimizer"
     plan_field = "optimizer"
+    surpassed_by: ClassVar[Mapping[Value, Value]] = {"foreach": "fused"}
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         share = observed.share("optimizer")

@@ -110,6 +110,9 @@ class Lever:
     """False where reports name it alone: it has one value, or its name says it."""
     usual_saving: ClassVar[Saving] = Saving(expected=0.01, least=-0.1, most=0.3)
     """The predicted saving of one that predicts none from what was observed."""
+    surpassed_by: ClassVar[Mapping[Value, Value]] = {}
+    """A value -> another of the lever that is at least as fast wherever it helps: the first is not tried while the
+    other is kept."""
     comes_first: ClassVar[bool] = False
     """True where it changes what every other lever does, so that it has to be decided before them."""
 

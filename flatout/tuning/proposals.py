@@ -80,7 +80,8 @@ class Proposals:
             wanted = self._only[lever.plan_field]
             values = (wanted,) if wanted in values else ()
             reason = f"{lever.plan_field} = {wanted!r} is not among the values tried here: {found.values}"
-        candidates = [Choice(lever, value) for value in values]
+        kept = {one.value for one in self._state.kept if one.lever is lever}
+        candidates = [Choice(lever, value) for value in values if lever.surpassed_by.get(value) not in kept]
         candidates.sort(key=lambda one: -self.saving(one).expected)
         return Proposal(label=name, candidates=tuple(candidates), reason=reason)
 

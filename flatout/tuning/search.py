@@ -428,16 +428,19 @@ class TrainingSearch(Search[Choice]):
     def _look_again(self) -> None:
         """Observe again after a lever was kept: shares of a step have changed, and a loader lever may have nothing to
         gain."""
+        if (seen := self._seen_again(self._live(), self._steps_to_look_again())) is not None:
+            self.state.observed = _with_times(self.state.observed, seen)
+
+    def _seen_again(self, live: Sequence[Choice], steps: int) -> Observed | None:
+        """None where the process failed or ended."""
         try:
             if self.few is None:
-                seen = self._main().breakdown(self._live(), steps=self._steps_to_look_again())
-            else:
-                with self._started(self._from_start()) as fresh:
-                    seen = fresh.breakdown(self._live(), steps=self.few.compared)
+                return self._main().breakdown(live, steps=steps)
+            with self._started(self._from_start()) as fresh:
+                return fresh.breakdown(live, steps=self.few.compared)
         except (TrialError, ScriptError):
             self.close()
-            return
-        self.state.observed = _with_times(self.state.observed, seen)
+            return None
 
     def _watch_again_if_it_was_busy(self, trial: Trial) -> None:
         """Watch plain steps again where those of this trial were far shorter: predictions and the length of windows
@@ -449,10 +452,7 @@ class TrainingSearch(Search[Choice]):
             return
         self._watched_again += 1
         self._progress("watching plain steps again, as the machine was busy before")
-        try:
-            seen = process.breakdown([], steps=self._steps_to_look_again(last))
-        except (TrialError, ScriptError):
-            self.close()
+        if (seen := self._seen_again([], self._steps_to_look_again(last))) is None:
             return
         self.state.first_observed = _with_times(self.state.first_observed, seen)
         if not self.state.kept:

@@ -262,6 +262,19 @@ def test_another_value_of_what_is_kept_is_expected_to_save_nothing(tmp_path: Pat
     assert asked.predicted([foreach]).expected == 0  # type: ignore[union-attr]
 
 
+def test_a_value_that_another_one_surpasses_is_not_tried_once_that_is_kept(tmp_path: Path) -> None:
+    """Foreach was never faster than fused, nor blocks compiled each for itself faster than the whole model."""
+    asked = search(tmp_path, Clock(), *LEVERS)
+    blocks = ModuleSeen(kind="Net", parameters=10, repeated_block="Block", repeated_blocks=4)
+    asked.state.observed = asked.state.first_observed = replace(STEP, modules=(blocks,))
+    for name, first in (("optimizer", "fused"), ("torch.compile", "default")):
+        best, other = sorted(asked.proposal(name).candidates, key=lambda one: one.value != first)
+        asked.state.kept = [other]
+        assert best in asked.proposal(name).candidates
+        asked.state.kept = [best]
+        assert other not in asked.proposal(name).candidates
+
+
 @pytest.mark.parametrize("worth_more", [False, True], ids=["others save less", "others save more"])
 def test_what_saves_much_is_tried_while_there_is_still_time_for_it(tmp_path: Path, worth_more: bool) -> None:
     """Not where those that there would be no time for are expected to save more together."""
