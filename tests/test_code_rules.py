@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
-import functools
 from pathlib import Path
+
+from tests.syntax_trees import forgotten as forgotten
+from tests.syntax_trees import nodes
 
 ROOT = Path(__file__).parents[1]
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc"}
@@ -15,11 +17,6 @@ def sources(*folders: str) -> list[Path]:
 
 
 ALL = sources("flatout", "tests", "examples", "benchmarks")
-
-
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def at(path: Path, node: ast.AST) -> str:

@@ -6,13 +6,15 @@ Read from the syntax tree, so an import inside a function or under TYPE_CHECKING
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.syntax_trees import forgotten as forgotten
+from tests.syntax_trees import name_of, nodes
 
 PACKAGE = Path(__file__).parents[1] / "flatout"
 
@@ -45,20 +47,11 @@ def imports(name: str, path: Path, known: dict[str, Path], *, types: bool = True
     """Our modules that this one imports; a name that is no module stands for the module that holds it.
 
     types: those under `if TYPE_CHECKING` too."""
-    for node in _nodes(path, types):
+    for node in nodes(path, types=types):
         for target in _targets(node, name, is_package=path.name == "__init__.py"):
             if target == "flatout.__version__" or not f"{target}.".startswith("flatout."):
                 continue
             yield target if target in known else target.rpartition(".")[0]
-
-
-@functools.cache
-def _nodes(path: Path, types: bool) -> list[ast.AST]:
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if not types and isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    return list(ast.walk(tree))
 
 
 def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:
@@ -70,15 +63,9 @@ def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:
             above = name.split(".")[: -node.level + is_package or None]
             base = ".".join([*above, *([base] if base else [])])
         return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and _called(node).endswith(("import_module", "__import__")) and node.args:
+    if isinstance(node, ast.Call) and name_of(node.func).endswith(("import_module", "__import__")) and node.args:
         return [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
     return []
-
-
-def _called(call: ast.Call) -> str:
-    """The last name of what is called."""
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def wrong_directions(package: Path) -> list[str]:

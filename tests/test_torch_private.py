@@ -7,7 +7,6 @@ Seen in torch 2.13 (CPU) and 2.15 (CUDA). After a change that was meant, correct
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import re
@@ -23,6 +22,8 @@ import torch
 from flatout.errors import MachineError
 from flatout.torch_private import attributes, compiler, dispatch, loading, lookup, modules, tensors
 from tests.processes import Python
+from tests.syntax_trees import forgotten as forgotten
+from tests.syntax_trees import name_of, nodes, root_of
 
 PACKAGE = Path(__file__).parents[1] / "flatout"
 ADAPTER = PACKAGE / "torch_private"
@@ -41,18 +42,10 @@ NOT_TORCHS = {
 }
 
 
-@functools.cache
-def outside() -> list[tuple[Path, ast.AST]]:
+def outside() -> Iterator[tuple[Path, ast.AST]]:
     """Every node of the package's source that is not the adapter's, nor an import for type checkers alone."""
-    found: list[tuple[Path, ast.AST]] = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if ADAPTER not in path.parents:
-            tree = ast.parse(path.read_text())
-            for node in ast.walk(tree):
-                if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
-                    node.body = [ast.Pass()]
-            found += ((path, node) for node in ast.walk(tree))
-    return found
+    paths = (path for path in sorted(PACKAGE.rglob("*.py")) if ADAPTER not in path.parents)
+    return ((path, node) for path in paths for node in nodes(path, types=False))
 
 
 def _private(name: str) -> bool:
@@ -69,17 +62,10 @@ def names_in(node: ast.AST) -> Iterator[str]:
         yield from filter(_is_torchs, (f"{node.module}.{alias.name}" for alias in node.names))
     elif isinstance(node, ast.Import):
         yield from filter(_is_torchs, (alias.name for alias in node.names))
-    elif isinstance(node, ast.Attribute) and _root(node) == "torch" and _is_torchs(name := ast.unparse(node)):
+    elif isinstance(node, ast.Attribute) and root_of(node) == "torch" and _is_torchs(name := ast.unparse(node)):
         yield name
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"torch(\.\w+)+", node.value):
         yield from filter(_is_torchs, [node.value])
-
-
-def _root(node: ast.AST) -> str | None:
-    """Of `a.b[0].c`, a: to write down every expression of the package would take seconds."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else None
 
 
 def used(source: str) -> set[str]:
@@ -94,9 +80,8 @@ def test_only_the_adapter_uses_private_names() -> None:
 
 def test_only_the_adapter_uses_private_attributes() -> None:
     """Those that no class of ours has; `getattr(x, "_name")` counts as `x._name`."""
-    nodes = list(outside())
-    ours = {name for _, node in nodes for name in _defined(node)}
-    accesses = {name for _, node in nodes if (name := _accessed(node)) is not None}
+    ours = {name for _, node in outside() for name in _defined(node)}
+    accesses = {name for _, node in outside() if (name := _accessed(node)) is not None}
     foreign = {name for name in accesses if name.startswith("_") and not name.startswith("__")} - ours
     assert foreign <= SHARED | NOT_TORCHS
 
@@ -104,7 +89,11 @@ def test_only_the_adapter_uses_private_attributes() -> None:
 def _defined(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         yield node.name
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+    elif (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and getattr(node.value, "id", None) == "self"
+    ):
         yield node.attr
     elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
@@ -113,13 +102,7 @@ def _defined(node: ast.AST) -> Iterator[str]:
 def _accessed(node: ast.AST) -> str | None:
     if isinstance(node, ast.Attribute):
         return node.attr
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-        "getattr",
-        "setattr",
-        "hasattr",
-        "delattr",
-        "attrgetter",
-    ):
+    if isinstance(node, ast.Call) and name_of(node.func) in ("getattr", "setattr", "hasattr", "delattr", "attrgetter"):
         named = next((one.value for one in node.args if isinstance(one, ast.Constant)), None)
         return named if isinstance(named, str) else None
     return None

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from flatout.replaced import replaced_in_torch
+from flatout.torch_private.compiler import run_when_traced
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +45,18 @@ def _right_forward(original: Callable[..., object]) -> Callable[..., object]:
             weight.device.type != "cpu"
             or not torch.is_grad_enabled()
             or not torch.is_autocast_enabled("cpu")
-            or gradient_error(layer.input_size, layer.hidden_size, torch.get_autocast_dtype("cpu")) <= MOST_ERROR
+            or _gradients_are_right(layer.input_size, layer.hidden_size, torch.get_autocast_dtype("cpu"))
         ):
             return original(layer, input, hx)
         with torch.autocast("cpu", enabled=False):
             return original(layer, _as(input, weight.dtype), _as(hx, weight.dtype))
 
     return forward
+
+
+@run_when_traced  # tracing the cached function warns since torch 2.15, and its result is a constant
+def _gradients_are_right(input_size: int, hidden_size: int, dtype: torch.dtype) -> bool:
+    return gradient_error(input_size, hidden_size, dtype) <= MOST_ERROR
 
 
 def _as(value: object, dtype: torch.dtype) -> object:

@@ -11,9 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from flatout.torch_private.lookup import required
+
+F = TypeVar("F", bound=Callable[..., object])
 
 DYNAMO = "torch._dynamo"
 """On import it records torch's functions in order to recognize them later, so patches must be removed before."""
@@ -168,6 +170,13 @@ def versions_tried_in_order() -> Iterator[None]:
             _in_order -= 1
             if not _in_order:
                 set_newest_first(True)
+
+
+def run_when_traced(function: F) -> F:
+    """Tracing calls it and takes its result as a constant. The public `torch.compiler.assume_constant_result` does the
+    same, but imports the compiler. Seen in torch 2.11 to 2.15."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def never_compiled(*functions: Any) -> None:  # Any: with a `__code__`, which no type of a callable has

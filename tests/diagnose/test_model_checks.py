@@ -232,7 +232,7 @@ def test_a_model_that_is_compiled_or_wrapped_is_checked_as_the_one_inside(wrap: 
     assert [(one.first, one.second) for one in seen.linear_pairs] == [("Sequential.0", "Sequential.1")]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_a_script_module_is_not_said_to_be_fine() -> None:
     scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(UsageError, match="not checked"):

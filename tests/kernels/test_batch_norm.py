@@ -177,6 +177,7 @@ def test_nothing_to_normalise() -> None:
     assert not weight.grad.any()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.15's own, in opcheck
 def test_registered_as_torch_expects() -> None:
     torch.manual_seed(0)
     operators: Any = torch.ops.flatout

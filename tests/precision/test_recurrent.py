@@ -104,6 +104,7 @@ def test_a_layer_that_is_checkpointed_can_be_tried(monkeypatch: pytest.MonkeyPat
     assert gradient_error.cache_info().misses == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.15's own, of what follows the layer
 def test_what_is_tried_is_not_compiled() -> None:
     """Compiled, it would be right where the layer is not."""
     torch.manual_seed(0)

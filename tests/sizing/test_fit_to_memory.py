@@ -299,7 +299,7 @@ class Tight(nn.Module):
 def test_a_size_that_is_timed_fits_whole() -> None:
     """By default a step would split it and go on, and parts would be timed in its place."""
     model = Tight()
-    step = TrainStep(model, torch.optim.Adam(model.parameters()), flatout.supervised(nn.CrossEntropyLoss()))
-    batch = torch.randn(32, 64), torch.arange(32) % 4
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), flatout.supervised(nn.CrossEntropyLoss()))
+    batch = torch.randn(16, 64), torch.arange(16) % 4
     limit = int(0.9 * flatout.forecast(step, batch).peak_bytes)
     assert fit_to_memory(limit, step, batch, progress=lambda line: None).timed_by == "real steps of 8 samples"

@@ -20,6 +20,7 @@ torch.Size([1, 1, 11])
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -340,6 +341,8 @@ class EncoderDecoderSteps(StateEngine):
         if name != "input_ids" or not hasattr(model, "get_encoder"):
             what = f"the {type(model).__name__} reads {name}"
             raise UsageError(what, limit="a source here is a text, or its token ids", remedy=REMEDY)
+        # the argument and the output: renamed in transformers 5.24
+        self._cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         single = torch.zeros(1, 1, dtype=torch.int64, device=run.device)
         self.vocabulary = self._whole(single, single).shape[-1]
         self._check()
@@ -354,10 +357,10 @@ class EncoderDecoderSteps(StateEngine):
             encoder_outputs=(state.hidden,),
             attention_mask=state.mask,
             decoder_input_ids=tokens,
-            past_key_values=state.cache,
             use_cache=True,
+            **{self._cache: state.cache},
         )
-        return logits_of(found, tokens, self.run.model), _Read(state.hidden, state.mask, found.past_key_values)
+        return logits_of(found, tokens, self.run.model), _Read(state.hidden, state.mask, getattr(found, self._cache))
 
     def of_rows(self, state: _Read, rows: list[int]) -> _Read:
         picked = torch.tensor(rows, device=state.hidden.device)
