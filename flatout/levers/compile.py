@@ -30,6 +30,10 @@ LITTLE_LONGER_SECONDS = 8.0
 """If compiling the whole model takes at most that much longer than its blocks, it is tried first, as it gains more: 6
 to 25 % of a step in the public scripts whose long tunes tried both (`python -m benchmarks.search.short_and_long`)."""
 
+CALL_SECONDS = 0.3e-3
+"""What calling a compiled module takes, with its backward pass, however little it computes: 0.2 to 0.4 ms in tunes of
+small networks on four kinds of processors, and beside an H100."""
+
 
 class Compile(Lever):
     """torch.compile, in place: state dict keys and the module's type stay the same.
@@ -47,7 +51,10 @@ class Compile(Lever):
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         between = max(0.0, observed.busy_share - observed.product_share(machine))
-        return Saving(expected=0.4 * between, least=-0.75, most=0.9 * observed.busy_share)
+        calls = 0.0
+        if observed.step_seconds:
+            calls = CALL_SECONDS * max(1, len(observed.modules)) / observed.step_seconds
+        return Saving(expected=0.4 * between - calls, least=-0.75 - calls, most=0.9 * observed.busy_share)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.is_compiled:
