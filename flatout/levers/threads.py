@@ -37,7 +37,9 @@ class Threads(Lever):
         one = (observed.step_seconds or 0.0) / observed.operations_per_step
         most = min(0.9, observed.threads * HANDOVER_SECONDS / max(one, 1e-9))
         share = min(0.2, EXPECTED_SHARE_A_THREAD * observed.threads)
-        return Saving(expected=share * most, least=-1.0, most=most, why=f"an operation takes {format_seconds(one)}")
+        slower = (1 - most) * observed.product_share(machine)  # with half the threads, products take twice as long
+        why = f"an operation takes {format_seconds(one)}"
+        return Saving(expected=share * most - slower, least=-1.0, most=most, why=why)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":

@@ -90,6 +90,14 @@ def test_page_faults_cost_what_they_cost_here(monkeypatch: pytest.MonkeyPatch) -
     assert found.most == pytest.approx(0.6)
 
 
+def test_fewer_threads_are_expected_to_slow_down_large_products() -> None:
+    """Measured with one thread of two: x0.6 to x0.7 where operations take 30 us or more, mostly x0.9 to x1.1 where
+    they take 4 to 20 us."""
+    small = replace(STEP, operations_per_step=1000)
+    assert lever("threads").saving(CPU, small).expected > 0
+    assert lever("threads").saving(CPU, replace(small, operations_per_step=100)).expected < -0.1
+
+
 def test_calling_compiled_code_costs_a_small_step_more_than_it_saves() -> None:
     """Measured: x0.7 for networks with steps of 0.7 ms, x1.3 to x1.5 for transformers with steps of 12 to 25 ms."""
     parts = {name: 0.07 * seconds for name, seconds in STEP.breakdown_seconds.items()}
