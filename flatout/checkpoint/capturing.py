@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 
@@ -79,8 +79,9 @@ def capture(
     300 s, rank 0 raises UsageError naming it.
 
     Each of model, optimizer, scheduler, scaler, data (the position in the data) and of `objects` is an object
-    with state_dict(), or a list or dict of such. `extra` is any nested value of the user's. Tensors are the live ones,
-    not copies: save the state before the next step (moments held in 8 bits are given as fp32 copies).
+    with state_dict(), or a list or dict of such; a further TrainStep among `objects`, as a GAN has one, stands for all
+    that it trains too. `extra` is any nested value of the user's. Tensors are the live ones, not copies: save the state
+    before the next step (moments held in 8 bits are given as fp32 copies).
 
     Raises UsageError for an object without state_dict(), NumericsError where weights that `step` trains are inf or NaN.
     """
@@ -89,6 +90,8 @@ def capture(
     if step is not None:
         step.check_finite()
         plan = plan or step.plan
+    for further in _steps_in(objects):
+        further.check_finite()
     state = {name: _each(one, name) for name, one in live.items()}
     if plan is not None:
         state["plan"] = as_plan(plan).to_toml()
@@ -112,7 +115,7 @@ def live_sections(
     if data is not None:
         found["data"] = data
     check_object_names(objects)
-    named = {name: one for name, one in objects.items() if one is not None}
+    named = {name: _whole(one) for name, one in objects.items() if one is not None}
     return found | ({"objects": named} if named else {})
 
 
@@ -122,6 +125,28 @@ def _of_step(step: object) -> dict[str, object]:
         remedy = "give a model as model=..., a number of steps as extra=..."
         raise wrong("step", step, "it is a TrainStep", remedy)
     return dict(sections())
+
+
+def _whole(live: object) -> object:
+    """The same with all that a further TrainStep trains in its place, as a GAN's other one: alone it has but counts."""
+    if isinstance(live, Mapping):
+        return {key: _whole(one) for key, one in live.items()}
+    if isinstance(live, list | tuple):
+        return [_whole(one) for one in live]
+    return live if (sections := _sections_of(live)) is None else dict(sections())
+
+
+def _steps_in(live: object) -> Iterator[Step]:
+    if isinstance(live, Mapping | list | tuple):
+        for one in live.values() if isinstance(live, Mapping) else live:
+            yield from _steps_in(one)
+    elif _sections_of(live) is not None:
+        yield cast(Step, live)
+
+
+def _sections_of(live: object) -> Callable[[], Mapping[str, object]] | None:
+    found = getattr(live, "sections", None)
+    return found if callable(found) and not isinstance(live, type) and hasattr(live, "check_finite") else None
 
 
 def check_object_names(names: Iterable[str]) -> None:
@@ -136,7 +161,7 @@ def check_object_names(names: Iterable[str]) -> None:
                 limit="that is a parameter or a section of its own: " + ", ".join((*SECTIONS, *RESTORE_ONLY)),
                 remedy="give it another name",
             )
-        close = difflib.get_close_matches(name, SECTIONS, 1, cutoff=0.8)
+        close = difflib.get_close_matches(name, [one for one in SECTIONS if one != "generators"], 1, cutoff=0.8)
         if not close:
             continue
         remedy = f"did you mean {close[0]}? Several models or optimizers are given as a list or dict"

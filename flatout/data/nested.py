@@ -146,7 +146,8 @@ def batch_length(batch: object) -> int:
             limit="a batch holds tensors [batch, ...], alone or in dicts, tuples, lists, dataclasses",
         )
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{path} has {size}" for path, size in list(sizes.items())[:4])
+        one_of_each = {size: path for path, size in reversed(sizes.items())}
+        listed = ", ".join(f"{path} has {size}" for size, path in list(reversed(one_of_each.items()))[:4])
         raise UsageError(
             f"the batch's tensors differ in their first size: {listed}",
             limit="it is the number of samples, along which a batch is split",

@@ -30,8 +30,10 @@ class ActivationCheckpointing(Lever):
 
     `block` keeps only each block's inputs. `selective` also keeps the results of matrix products, attention and
     convolutions, which cost most to recompute, but not in compiled blocks. Recomputation draws the same random
-    numbers (torch's, Python's and numpy's), and finds the buffers that a block changes as they were. It saves memory
-    and takes time, so `flatout tune` tries it only with `--fit`.
+    numbers (torch's, Python's and numpy's), and finds the buffers that a block changes as they were. Hugging Face
+    decoders train without their cache of keys and values meanwhile, as with `use_cache=False`: where the cache lays
+    these out in another way, that is another rounding. It saves memory and takes time, so `flatout tune` tries it only
+    with `--fit`.
 
     In a plan for `TrainStep`, `checkpointed_blocks` limits this to the first N blocks, whose activations live longest.
     """

@@ -35,8 +35,8 @@ class UpdatesInBackward:
         self._optimizer = optimizer
         self._groups: dict[Tensor, dict[str, object]] = {}
         self._handles: dict[Tensor, RemovableHandle] = {}
-        self._updated: set[int] = set()
-        """By identity, the parameters updated since `follow`."""
+        self._updated: set[int] | None = None
+        """By identity, the parameters updated since `follow`; None: no pass updates anything now."""
         self.follow()
 
     def follow(self) -> None:
@@ -44,11 +44,16 @@ class UpdatesInBackward:
 
         Loading a state replaces the groups, and parameters may be added or unfrozen at any time.
         """
-        self._updated.clear()
+        self._updated = set()
         self._groups = {one: group for group in self._optimizer.param_groups for one in group["params"]}
         for parameter in self._groups:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self.update)
+
+    def rest(self) -> None:
+        """Leave gradients where they are until the next `follow`: they are not of the passes that update, but of a
+        generator's step through its discriminator, say, or of a look at the gradient of an input."""
+        self._updated = None
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -57,7 +62,7 @@ class UpdatesInBackward:
     def update(self, parameter: Tensor) -> None:
         """Step this parameter alone, and free its gradient. UsageError for its second gradient since `follow`."""
         group = self._groups.get(parameter)
-        if group is None:  # it has left the optimizer
+        if group is None or self._updated is None:  # it has left the optimizer
             return
         if id(parameter) in self._updated:
             raise UsageError(

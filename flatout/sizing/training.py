@@ -24,6 +24,7 @@ from flatout.plan_choices import declared
 from flatout.terminal import is_terminal
 from flatout.torch_private.attributes import CAPTURE_WAS_WARNED_OF, COMPILED_CALL
 from flatout.train.loss import LossFn
+from flatout.train.loss_variables import with_own_variables
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class Training:
         """The same training with copies of its parts."""
         for module in model.modules():  # a class may copy its instances in its own way, replaced calls included
             module.__dict__.pop(COMPILED_CALL, None)
-        return replace(self, model=model, optimizer=optimizer, loss_fn=loss_fn, batch=batch, samples=samples)
+        own = with_own_variables(loss_fn)
+        return replace(self, model=model, optimizer=optimizer, loss_fn=own, batch=batch, samples=samples)
 
     def make_step(self) -> TrainStep:
         """A step under the plan, of parts that nothing else trains."""

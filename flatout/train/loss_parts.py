@@ -107,7 +107,9 @@ def check_loss(loss: object) -> None:
     import torch
 
     if not isinstance(loss, torch.Tensor):
-        raise UsageError(f"loss_fn returned {type(loss).__name__}", limit="it returns the mean loss, a scalar tensor")
+        remedy = "return its .loss" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
+        what = f"loss_fn returned {type(loss).__name__}"
+        raise UsageError(what, limit="it returns the mean loss, a scalar tensor", remedy=remedy)
     if loss.numel() != 1:
         raise UsageError(
             f"loss_fn returned a tensor of shape {list(loss.shape)}",

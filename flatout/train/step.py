@@ -146,6 +146,7 @@ class TrainStep:
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
             self._in_backward = UpdatesInBackward(stepped)
+            self._in_backward.rest()
             self._levers.callback(self._in_backward.close)
         self.figures: dict[str, Tensor] = {}
         """What loss_fn returned besides the loss of the last step: means over the batch, tensors on the device."""
@@ -379,7 +380,10 @@ class TrainStep:
     def _updated(self, batch: object) -> Tensor:
         if self._in_backward is not None:
             self._in_backward.follow()
-            return self._backward_in_parts(batch)
+            try:
+                return self._backward_in_parts(batch)
+            finally:
+                self._in_backward.rest()
         loss = self._backward_in_parts(batch)
         attempt, self._kept = self._kept, None
         self._update.take(self.steps + 1, attempt)

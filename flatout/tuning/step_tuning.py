@@ -60,6 +60,7 @@ from flatout.script.trial.commands import raise_if_off
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
 from flatout.train.loss import LossFn
+from flatout.train.loss_variables import with_own_variables
 from flatout.train.placement import join_recurrent_weights
 from flatout.train.step import TrainStep
 from flatout.tuning.outcome import plan_of, search_and_prove
@@ -483,5 +484,6 @@ def copies_of(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn) -> Copies
             limit="trials run on copies, so that yours stay unchanged",
             remedy="keep what copy.deepcopy cannot copy out of the modules",
         ) from error
-    join_recurrent_weights(copies[0])
-    return copies
+    model, optimizer, loss_fn = copies
+    join_recurrent_weights(model)
+    return model, optimizer, with_own_variables(loss_fn)

@@ -15,7 +15,7 @@ from torch import nn
 from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.restoring import restore
-from flatout.errors import UsageError
+from flatout.errors import NumericsError, UsageError
 from flatout.plan import Plan
 from flatout.train.step import TrainStep
 
@@ -359,3 +359,41 @@ def test_an_optimizer_derived_from_one_of_torchs_takes_its_state() -> None:
     assert not restore(state, optimizer=Own([parameter], 0.1))
     del state["optimizer"]["kind"]  # type: ignore[attr-defined]  # as an earlier version saved it
     assert not restore(state, optimizer=Own([parameter], 0.1))
+
+
+def gan() -> tuple[TrainStep, TrainStep]:
+    """A discriminator's step and its generator's."""
+
+    def judged(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (model(batch) - model(maker(batch).detach())).mean()
+        return loss
+
+    def fooled(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = -judge(model(batch)).mean()
+        return loss
+
+    judge, maker = nn.Linear(3, 1), nn.Linear(3, 3)
+    losses = ((judge, judged), (maker, fooled))
+    first, second = (TrainStep(model, torch.optim.Adam(model.parameters()), loss) for model, loss in losses)
+    return first, second
+
+
+def test_a_further_step_is_saved_with_all_that_it_trains() -> None:
+    batch = torch.ones(4, 3)
+    judge, maker = gan()
+    for step in (judge, maker, judge, maker):
+        step(batch)
+    state = copy.deepcopy(capture(judge, generator=maker))
+    goes_on, other = gan()
+    restore(state, goes_on, generator=other)
+    assert other.steps == 2
+    for step, twin in ((judge, goes_on), (maker, other), (judge, goes_on), (maker, other)):
+        assert torch.equal(step(batch), twin(batch))
+    for one, twin_one in zip(maker.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(one, twin_one)
+    restore(capture(judge, both=[maker, judge]), goes_on, both=[other, goes_on])
+
+    with torch.no_grad():
+        maker.model.weight.fill_(torch.nan)  # type: ignore[operator, union-attr]
+    with pytest.raises(NumericsError, match="weights are not finite"):
+        capture(judge, steps_of={"generator": maker})

@@ -153,3 +153,10 @@ RAGGED = torch.nested.nested_tensor([torch.ones(n, 2) for n in range(1, 7)], lay
 def test_what_cannot_be_split_is_refused(batch: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         split_batch(batch, 2)
+
+
+def test_sizes_that_differ_are_named_before_more_that_do_not() -> None:
+    x = torch.ones(6, 2)
+    graph = {"adjacency": x, "x": x, "y": x, "mask": x, "edges": torch.ones(2, 30)}
+    with pytest.raises(UsageError, match=r"first size: batch\['adjacency'\] has 6, batch\['edges'\] has 2;"):
+        batch_length(graph)

@@ -201,3 +201,20 @@ def test_a_backward_pass_inside_the_loss_is_refused() -> None:
     step = TrainStep(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), loss_fn, PLAN)
     with pytest.raises(UsageError, match=r"shape \[16, 8\] got another gradient"):
         step(BATCH)
+
+
+def test_a_pass_outside_of_the_step_updates_nothing() -> None:
+    """As a GAN's generator trains through its discriminator, before the discriminator's first step too."""
+    torch.manual_seed(0)
+    ends = []
+    for plan in (Plan(), Plan(optimizer_in_backward=True)):
+        torch.manual_seed(0)
+        judge, maker = nn.Linear(3, 1), nn.Linear(3, 3)
+        steps = [
+            TrainStep(maker, torch.optim.Adam(maker.parameters()), lambda m, b, j=judge: -j(m(b)).mean(), plan),
+            TrainStep(judge, torch.optim.Adam(judge.parameters()), lambda j, b, m=maker: j(m(b).detach()).mean(), plan),
+        ]
+        losses = [float(step(torch.ones(2, 3))) for _ in range(3) for step in steps]
+        ends.append((losses, [*judge.parameters(), *maker.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(ends[0][1], ends[1][1], strict=True))

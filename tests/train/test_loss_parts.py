@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flatout.models import GPT2, GPT2Config
 from flatout.plan import Plan
 from flatout.train.evaluate import evaluate
 from flatout.train.loss import LanguageModelLoss, supervised
+from flatout.train.loss_parts import check_loss
 from flatout.train.step import TrainStep
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -145,3 +147,8 @@ def test_a_criterion_whose_weight_is_not_one_of_classes(own: object) -> None:
         step = TrainStep(model, optimizer, supervised(Focal()), Plan(micro_batches=parts))
         losses.append(float(step((X, torch.where(torch.arange(8) < 3, -100, Y)))))
     assert losses[1] == pytest.approx(losses[0])
+
+
+def test_an_output_with_a_loss_is_told_to_return_that() -> None:
+    with pytest.raises(UsageError, match=r"returned SimpleNamespace; .*; return its \.loss"):
+        check_loss(SimpleNamespace(loss=torch.ones(())))
