@@ -5,7 +5,7 @@
     │   ├── PlanError            a plan with an unknown, malformed or contradictory choice
     │   └── MachinesDiffer       results of different machines, whose ratio says nothing about the code
     ├── MachineError             this machine lacks something that is needed
-    ├── ScriptError              the user's script cannot be used (it failed, never trains, reads from a terminal)
+    ├── ScriptError              the user's script cannot be used (it failed, makes no step, reads from a terminal)
     ├── TrialError               a trial process died, hung or broke its protocol
     └── NumericsError            a loss, gradient or weight is not finite
 

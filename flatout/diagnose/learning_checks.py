@@ -6,8 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
+from flatout.profiling.profile import sizes_in
 from flatout.script.behaviour_seen import Behaviour, BroadcastSeen, GradientsSeen, LayerGradients
 
 LEAST_SAME, LEAST_NONFINITE, LEAST_GRAPHS = 8, 3, 3
@@ -21,6 +22,7 @@ REWARDED = ("reward", "advantage")
 """Names in a script whose loss is weighted with what a policy has earned."""
 FIRST_LAYERS = 3
 """So many from the input on, and no others, show a fall too, in whatever order their sizes are."""
+DIFFERENCES = ("aten::sub", "aten::rsub")
 EXPLODED = 1e4
 ELASTIC = 1e4
 """Relative change of the loss for a relative change of all weights: a few tens in deep nets that train."""
@@ -35,13 +37,14 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
     "a rank test at 1 in 1,000, to twice their level, they are not sums over batches of several sizes, the line of the "
     "backward pass is reached from one place alone, no network is called for targets in every second step or more, and "
     "nothing in the source is named a reward or an advantage; or predictions and targets are broadcast against each "
-    "other to more elements than either has, such as [80, 1] and [80]",
+    "other to more elements than either has, such as [80, 1] and [80], in a loss of torch's or in a difference from "
+    "which operations by element alone lead to the loss",
     if_wrong="a run is stopped that would have learned later",
 )
 def loss_not_falling(facts: Facts) -> Seen | None:
     seen = facts.seen
     if seen.broadcast_losses:
-        return _broadcast(seen.broadcast_losses)
+        return _broadcast(facts, seen.broadcast_losses)
     may_rise = (
         _has_moving_targets(seen) or _is_rewarded(facts) or _has_several_losses(seen) or _is_sum_of_any_size(seen)
     )
@@ -89,15 +92,21 @@ def softmax_before_cross_entropy(facts: Facts) -> Seen | None:
     return None
 
 
-def _broadcast(losses: Sequence[BroadcastSeen]) -> Seen:
+def _broadcast(facts: Facts, losses: Sequence[BroadcastSeen]) -> Seen:
     first = losses[0]
+    shapes = [sizes_in(f"{one.predictions} {one.targets}") for one in losses]
+    made = [  # by hand: of such a loss only the backward pass has a line
+        source_line(one.line)
+        for one in facts.operators
+        if one.name in DIFFERENCES and (sizes := sizes_in(one.shapes)) and (sizes in shapes or sizes[::-1] in shapes)
+    ]
     return Seen(
         title="the loss compares every prediction with every target",
         evidence=f"predictions of shape {first.predictions} and targets of shape {first.targets} are broadcast against "
         f"each other, in {sum(one.calls for one in losses)} calls: the model learns the mean of the targets",
         remedy="give both the same shape: targets.unsqueeze(1), or predictions.squeeze(1)",
         fault=True,
-        lines=where([one.line for one in losses]),
+        lines=where([one for one in made if one is not None], [one.line for one in losses]),
         unknown=CHANGES_LEARNING,
     )
 
@@ -152,7 +161,10 @@ def _why_not_falling(
     if wrong >= LEAST_NONFINITE and losses[-1] is None:
         return f"{wrong} of {len(losses)} losses are NaN or infinite, the last one too"
     if moves is False and not may_stop:
-        return f"no weight changed in {len(losses)} steps: the learning rate is 0, or updates are below the rounding"
+        return (
+            f"no weight changed in {len(losses)} steps: the learning rate is 0, updates are below the rounding, or the "
+            "loss has no graph that leads to a weight, as after .detach() or torch.tensor(loss)"
+        )
     if len(losses) >= LEAST_SAME and len(set(losses)) == 1 and losses[0] != 0.0 and not may_stop:
         return f"the loss was exactly {losses[0]:.6g} in all {len(losses)} steps"
     if len(finite) >= LEAST_LOSSES and not may_rise:

@@ -22,9 +22,10 @@ RANDOM = (
 UNTIMED = "it was not timed without"
 
 
-def _trains(facts: Facts, module: str) -> list[ForwardSeen]:
+def _trains(facts: Facts, model: ForwardSeen) -> list[ForwardSeen]:
     """Calls of it whose graph a backward pass used."""
-    return [one for one in facts.seen.forwards if one.module == module and one.used and one.updated]
+    same = [one for one in facts.seen.forwards if (one.module, one.model) == (model.module, model.model)]
+    return [one for one in same if one.used and one.updated]
 
 
 @check(
@@ -37,9 +38,7 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     for one in facts.seen.forwards:
         if not one.grad or one.used or one.unused < LEAST_CALLS or one.longest_run < LEAST_CALLS or not one.updated:
             continue
-        if not any(
-            other.line[:2] != one.line[:2] or other.training != one.training for other in _trains(facts, one.module)
-        ):
+        if not any(other.line[:2] != one.line[:2] or other.training != one.training for other in _trains(facts, one)):
             continue
         return Seen(
             title=f"{one.module} is evaluated with gradients on",
@@ -56,16 +55,29 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     means="Evaluation runs in training mode: dropout is active, and batch norm uses batch statistics "
     "and updates the running ones.",
     needs="at least 3 calls that no backward pass used, in a row or without gradients once in ten training calls or "
-    "more rarely, of a model in training mode with such layers, which is trained elsewhere; likely where they come "
-    "with every second update or more often, as those of a policy that acts",
+    "more rarely (not of a generator, which learns through another model: its samples are shown), of a model in "
+    "training mode with such layers, which is trained elsewhere; likely where they come with every second update or "
+    "more often, as those of a policy that acts; or at least 3 calls in evaluation mode in which functional dropout is "
+    "called without `training`",
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
 )
 def evaluation_in_train_mode(facts: Facts) -> Seen | None:
     for one in facts.seen.forwards:
+        if one.dropout_line is not None and not one.used and one.calls >= LEAST_CALLS and _trains(facts, one):
+            return Seen(
+                title=f"dropout is active where {one.module} is evaluated",
+                evidence=f"{one.calls} calls in evaluation mode at {one.line[0]}:{one.line[1]}; "
+                "torch.nn.functional.dropout drops values unless it is told not to",
+                remedy="F.dropout(x, p, training=self.training), or an nn.Dropout, which follows model.eval()",
+                fault=True,
+                lines=where(one.dropout_line, one.line),
+                unknown="it changes results, not the time",
+            )
         if not one.training or not one.mode_layers or one.used or one.calls < LEAST_CALLS or one.recalibrates:
             continue
-        trained = sum(other.used for other in _trains(facts, one.module) if other.line[:2] != one.line[:2])
-        in_a_row, rarely = one.longest_run >= LEAST_CALLS, not one.grad and RARELY * one.calls <= trained
+        trained = sum(other.used for other in _trains(facts, one) if other.line[:2] != one.line[:2])
+        in_a_row = one.longest_run >= LEAST_CALLS
+        rarely = not one.grad and not one.judged and RARELY * one.calls <= trained
         if not one.updated or not trained or not (in_a_row or rarely):
             continue
         often = f"up to {one.longest_run} in a row" if in_a_row else f"one in {trained // one.calls} training calls"
@@ -92,9 +104,9 @@ def training_in_eval_mode(facts: Facts) -> Seen | None:
     for one in facts.seen.forwards:
         if one.training or not one.grad or one.used < LEAST_CALLS or not one.mode_layers or not one.updated:
             continue
-        if any(other.training and other.line[:2] != one.line[:2] for other in _trains(facts, one.module)):
+        if any(other.training and other.line[:2] != one.line[:2] for other in _trains(facts, one)):
             continue  # such as adversarial examples, made in evaluation mode
-        before = any(other.training for other in _trains(facts, one.module))
+        before = any(other.training for other in _trains(facts, one))
         return Seen(
             title=f"{one.module} trains in evaluation mode",
             evidence=f"{one.used} calls that were trained on ran with {', '.join(one.mode_layers)} in evaluation mode"

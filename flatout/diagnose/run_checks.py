@@ -19,7 +19,7 @@ def no_step(facts: Facts) -> Seen | None:
         title="no training step was found",
         evidence="no optimizer stepped and no backward pass was followed by a change of weights in this process",
         remedy="if training happens where Flatout does not follow, as on other machines or in processes that make no "
-        "optimizer, run Flatout there",
+        "optimizer, run Flatout there; training with gradients of torch.func is not followed",
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 from flatout.diagnose.check import Seen, check, slowest_lines, where
 from flatout.diagnose.facts import Facts
-from flatout.profiling.profile import evaluation_in_step
+from flatout.profiling.profile import OperatorRow, evaluation_in_step, sizes_in
 from flatout.script.behaviour_seen import LineTime
 from flatout.script.source_facts import Kind
 from flatout.units import format_seconds
@@ -29,6 +31,8 @@ CONTENDED_SLOWDOWN = 40.0
 ELEMENT_OPERATORS = ("aten::item", "aten::is_nonzero", "aten::lift_fresh")
 """They read or write one number of a tensor. A line that calls many in a step is a loop over numbers, operators and
 all."""
+UNBIND = "aten::unbind"
+"""What a loop over a tensor calls, once: of a vector it makes its numbers."""
 
 
 @check(
@@ -102,13 +106,15 @@ def python_time(facts: Facts) -> Seen | None:
     share, seconds, step = facts.part_share("other"), facts.part_seconds("other"), facts.step_seconds
     if share is None or seconds is None or step is None or share < OTHER_SHARE_LIMIT or not _has_forward(facts):
         return None
+    loaded = bool(facts.part_seconds("data"))  # else the script makes its batches itself, which counts as "other"
+    outside = "the model, data loading and optimizer" if loaded else "the model and optimizer"
     return Seen(
-        title=f"much of a step is spent outside the model, data loading and optimizer: {share:.0%} of a step",
+        title=f"{share:.0%} of a step is spent outside {outside}",
         evidence=f"{format_seconds(seconds)} of {format_seconds(step)} a step",
         cost_seconds=seconds,
         certain=facts.profile is None,
-        remedy="look at what the loop itself does every step",
-        command=facts.tune,
+        remedy=f"look at what the loop itself does every step{', making its batches included' * (not loaded)}",
+        command=f"flatout profile {facts.command}" if facts.profile is None and facts.command else None,
     )
 
 
@@ -133,18 +139,17 @@ def _own_python(facts: Facts) -> Seen | None:
     for row in facts.profile.operators:
         seconds, calls = operators.get(row.line, (0.0, 0.0))
         operators[row.line] = seconds + row.host_seconds, calls + row.calls
-        by_element[row.line] += int(row.calls) if row.name in ELEMENT_OPERATORS else 0
-    lines: dict[tuple[str, int], tuple[LineTime, float]] = {}
-    for one in facts.seen.times:
-        if one.activity != "script" or _kind(facts, one) != "script" or one.samples < LEAST_SAMPLES:
+        by_element[row.line] += _numbers(row)
+    lines: dict[str, tuple[LineTime, float]] = {}
+    for place, one in _times_of_script(facts, by_element).items():
+        if one.samples < LEAST_SAMPLES:
             continue
-        place = f"{one.line[0]}:{one.line[1]}"
         seconds, calls = operators.get(place, (0.0, 0.0))
         if by_element[place] >= MANY_CALLS:
             seconds = 0.0
         computes = seconds * (CONTENDED_SLOWDOWN if facts.contended else 1 / OPERATOR_SHARE) >= one.seconds
         if not computes or calls >= MANY_CALLS:
-            lines[one.line[:2]] = one, max(0.0, one.seconds - seconds)
+            lines[place] = one, max(0.0, one.seconds - seconds)
     cost, whole = sum(left for _, left in lines.values()), facts.whole_step_seconds
     low = sum(one.low_share * left / max(one.seconds, 1e-12) for one, left in lines.values())
     if not lines or not whole or cost / whole < PYTHON_SHARE or low < LEAST_SHARE:
@@ -158,6 +163,32 @@ def _own_python(facts: Facts) -> Seen | None:
         cost_share=cost / whole,
         lines=where([one.line for one, _ in ordered]),
     )
+
+
+def _numbers(row: OperatorRow) -> int:
+    """How many single numbers the calls of an operator make or read in a step."""
+    if row.name == UNBIND:
+        sizes = sizes_in(row.shapes)
+        return int(row.calls) * sizes[0][0] if sizes and len(sizes[0]) == 1 else 0
+    return int(row.calls) if row.name in ELEMENT_OPERATORS else 0
+
+
+def _times_of_script(facts: Facts, by_element: Mapping[str, int]) -> dict[str, LineTime]:
+    """By line. A loop over a tensor's numbers is the script's own Python also where torch's code takes it apart."""
+    found: dict[str, LineTime] = {}
+    for one in facts.seen.times:
+        place = f"{one.line[0]}:{one.line[1]}"
+        own = replace(one, activity="script") if by_element[place] >= MANY_CALLS and one.activity == "torch" else one
+        if own.activity != "script" or _kind(facts, own) != "script":
+            continue
+        before = found.get(place, replace(own, seconds=0.0, samples=0, low_share=0.0))
+        found[place] = replace(
+            own,
+            seconds=before.seconds + own.seconds,
+            samples=before.samples + own.samples,
+            low_share=before.low_share + own.low_share,
+        )
+    return found
 
 
 def _loss_by_loss(facts: Facts) -> Seen | None:

@@ -293,7 +293,7 @@ class BehaviourWatch:
             seconds=self._seconds,
             device=device,
             files=tuple(os.path.realpath(file) for file in own_source_files()),
-            forwards=forward.forwards(update.updates),
+            forwards=forward.forwards(update.updates, update.judged),
             backwards=update.backwards(),
             clips=update.clips(),
             schedulers=update.schedulers(_scheduler_warned()),

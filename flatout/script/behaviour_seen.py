@@ -47,6 +47,14 @@ class ForwardSeen:
     """Has the module parameters?"""
     recalibrates: bool = False
     """Is it called to recompute the statistics of batch normalisation?"""
+    model: int = 0
+    """Tells modules of one class apart."""
+    judged: bool = False
+    """Does it learn only through another model, which its optimizer leaves alone, as a generator through the
+    discriminator that judges it?"""
+    dropout_line: SourceLine | None = None
+    """Where the function torch.nn.functional.dropout was called in evaluation mode without being told of the mode: its
+    default is that of training."""
 
 
 @dataclass(frozen=True, kw_only=True)

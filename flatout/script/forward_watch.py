@@ -14,7 +14,7 @@ from flatout.data.nested import tensors_in
 from flatout.parameters import own_part
 from flatout.script.behaviour_seen import ForwardSeen, MadeSeen, PaddingSeen
 from flatout.script.layers_alone import ConvolutionTimer, RecurrentLayers
-from flatout.script.patches import Patches
+from flatout.script.patches import Patches, noting
 from flatout.script.places import Places
 from flatout.torch_private.compiler import never_compiled
 from flatout.torch_private.late import dispatch
@@ -47,6 +47,7 @@ class _Calls:
     seconds: float = 0.0
     weights: bool = True
     recalibrates: bool = False
+    dropout: tuple[str, int] | None = None
     shapes: Counter[str] = field(default_factory=Counter)
     """Of its inputs, where it builds a graph."""
 
@@ -101,6 +102,10 @@ class ForwardWatch:
         self._made_at: dict[tuple[str, int], _MadeAt] = {}
         self._padding: dict[int, list[tuple[int, int, int, bool]]] = {}
         self._depth = 0
+        self._evaluated = False
+        """Is the outermost module that runs in evaluation mode?"""
+        self._dropout: tuple[str, int] | None = None
+        """Where the function dropout was called in this run of it."""
         self._on, self._thread = False, threading.get_ident()
         self.in_backward = False
         self.convolutions, self.recurrent = ConvolutionTimer(), RecurrentLayers()
@@ -119,6 +124,7 @@ class ForwardWatch:
         self._on = True
         self._patches.replace(nn.Module, "__call__", self._wrap_call)
         self._patches.replace(nn.Module, "__init__", self._wrap_init)
+        self._patches.replace(nn.functional, "dropout", noting(self._note_dropout))
 
     def stop(self) -> None:
         self._on = False
@@ -182,12 +188,14 @@ class ForwardWatch:
         if not self.in_backward:
             self._guard(lambda: self._before(module, args, kwargs))
             self.evaluating = not is_grad_enabled()
+            self._evaluated, self._dropout = not module.training, None
         began = time.perf_counter()
         self._depth += 1
         try:
             result = original(module, *args, **kwargs)
         finally:
             self._depth -= 1
+            self._evaluated = False
             seconds = time.perf_counter() - began
             # Recomputation stops by an exception as soon as it has what it needs.
             if self.in_backward and self._places.passes_through(CHECKPOINTING):
@@ -209,6 +217,11 @@ class ForwardWatch:
         return __init__
 
     # what is noted
+
+    def _note_dropout(self, input: object = None, p: float = 0.5, *args: object, **kwargs: object) -> None:
+        """Layers say whether they train, and so does a script that wants dropout in evaluation."""
+        if self._evaluated and p > 0 and not args and "training" not in kwargs and self._listens():
+            self._dropout = self._places.here()
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         import torch
@@ -270,6 +283,7 @@ class ForwardWatch:
             calls.recalibrates = self._places.passes_through(AVERAGED_STATISTICS)
         calls.calls += 1
         calls.seconds += seconds
+        calls.dropout = calls.dropout or self._dropout
         self._run[key] += 1
         calls.longest = max(calls.longest, self._run[key])
         if grad:
@@ -298,8 +312,10 @@ class ForwardWatch:
 
     # what was found
 
-    def forwards(self, updated: Callable[[int], bool]) -> tuple[ForwardSeen, ...]:
-        """updated: does an optimizer that has stepped hold parameters of the module with this id?"""
+    def forwards(self, updated: Callable[[int], bool], judged: Callable[[int], bool]) -> tuple[ForwardSeen, ...]:
+        """updated: does an optimizer that has stepped hold parameters of the module with this id? judged: does it learn
+        only through another model?"""
+        models = list(dict.fromkeys(one.identity for one in self._calls.values()))
         return tuple(
             ForwardSeen(
                 module=one.module,
@@ -315,6 +331,9 @@ class ForwardWatch:
                 seconds=one.seconds,
                 weights=one.weights,
                 recalibrates=one.recalibrates,
+                model=models.index(one.identity),
+                judged=judged(one.identity),
+                dropout_line=self._places.line(one.dropout) if one.dropout is not None else None,
             )
             for one in self._calls.values()
         )

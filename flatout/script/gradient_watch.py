@@ -34,7 +34,7 @@ class _Sample:
     parameter: Tensor
     before: Tensor
     moves: Tensor
-    """Where the gradient is not zero."""
+    """Where the gradient is not zero; everywhere where no parameter has one, as an optimizer may need none."""
 
 
 @dataclass
@@ -83,11 +83,14 @@ class GradientWatch:
         import torch
 
         with torch.no_grad():
-            found = [one for one in parameters_in(optimizer) if one.grad is not None and not one.grad.is_sparse]
+            held = parameters_in(optimizer)
+            found = [one for one in held if one.grad is None or not one.grad.is_sparse]
+            if any(one.grad is not None for one in held):
+                found = [one for one in found if one.grad is not None]
             for one in found[:: max(1, len(found) // SAMPLED)][:SAMPLED]:
-                gradient = one.grad
-                assert gradient is not None
-                self._samples.append(_Sample(one, _part(one).clone(), _part(gradient) != 0))
+                part = _part(one)
+                moves = torch.ones_like(part, dtype=torch.bool) if one.grad is None else _part(one.grad) != 0
+                self._samples.append(_Sample(one, part.clone(), moves))
 
     def _measure_module(self, module: nn.Module, held: set[int]) -> None:
         followed = self._followed.get(id(module))

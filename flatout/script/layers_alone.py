@@ -43,6 +43,8 @@ class Convolution(NamedTuple):
     groups: int
     dtype: torch.dtype
     device: torch.device
+    input_gradient: bool = True
+    """Not of the first layer: what it takes is no result of weights, and that pass is the slowest of all there."""
 
     @property
     def products(self) -> float:
@@ -57,12 +59,12 @@ class ConvolutionTimer:
         self._calls: Counter[Convolution] = Counter()
 
     def note(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
-        from torch import Tensor, nn
+        from torch import Tensor, is_grad_enabled, nn
 
         if not isinstance(module, nn.Conv2d) or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].ndim != 4:
             return
         given, weight = inputs[0], module.weight
-        if not weight.requires_grad:
+        if not weight.requires_grad or not is_grad_enabled():
             return  # without a backward pass it is another computation
         self._calls[
             Convolution(
@@ -74,6 +76,7 @@ class ConvolutionTimer:
                 groups=module.groups,
                 dtype=weight.dtype,
                 device=weight.device,
+                input_gradient=inputs[0].requires_grad,
             )
         ] += 1
 
@@ -143,7 +146,7 @@ def _tensors(one: Convolution, dtype: torch.dtype | None, memory_format: torch.m
         torch.full(shape, 0.1, dtype=dtype or one.dtype, device=one.device).to(memory_format=memory_format)
         for shape in (one.inputs, one.weight)
     ]
-    return made[0].requires_grad_(), made[1].requires_grad_()
+    return made[0].requires_grad_(one.input_gradient), made[1].requires_grad_()
 
 
 def _seconds(chosen: list[Convolution], tensors: list[tuple[Tensor, Tensor]]) -> float:
@@ -153,7 +156,8 @@ def _seconds(chosen: list[Convolution], tensors: list[tuple[Tensor, Tensor]]) ->
     with torch.enable_grad():
         for one, (given, weight) in zip(chosen, tensors, strict=True):
             out = torch.nn.functional.conv2d(given, weight, None, one.stride, one.padding, one.dilation, one.groups)
-            torch.autograd.grad(out, (given, weight), torch.ones_like(out))
+            wanted = [tensor for tensor in (given, weight) if tensor.requires_grad]
+            torch.autograd.grad(out, wanted, torch.ones_like(out))
     if chosen[0].device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began

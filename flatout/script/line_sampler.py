@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from flatout.script.behaviour_seen import Activity, LineTime
-from flatout.script.places import Places
+from flatout.script.places import Places, line_number
 
 INTERVAL_SECONDS = 0.004
 SWITCH_SECONDS = 0.001
@@ -134,7 +134,7 @@ class LineSampler:
             at = at.f_back
         if at is None:
             return
-        place = (at.f_code.co_filename, at.f_lineno)
+        place = (at.f_code.co_filename, line_number(at))
         above: set[str] = set()
         outer = at.f_back
         while outer is not None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flatout.torch_private.attributes import LOSS_REDUCTION
+from flatout.torch_private.attributes import LOSS_REDUCTION, NODE_OUTPUTS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,6 +25,10 @@ RESHAPES = (
 )  # fmt: skip
 """Operations that leave values as they are, but for their rounding."""
 MOST_RESHAPES = 8
+BY_ELEMENT = ("Pow", "Abs", "Sqrt", "Log", "Cosh", "Mean", "Sum", "Div", "Add", "Neg", "Mul", "Square")
+"""Operations between a difference and the loss that is made of it: any other, such as a softmax or a kernel, may want
+all pairs."""
+MOST_BY_ELEMENT = 16
 
 
 def end_of_graph(root: Tensor, scaler: bool) -> tuple[bool, str]:
@@ -67,6 +71,46 @@ def parameters_of(root: Tensor) -> tuple[nn.Parameter, ...]:
 
     found = (getattr(node, "variable", None) for node in _nodes(root) or ())
     return tuple(one for one in found if isinstance(one, Parameter))
+
+
+def pairs_of(root: Tensor) -> tuple[list[int], list[int]] | None:
+    """Shapes of predictions and targets, [80, 1] and [80] or the other way round, where the loss is made of differences
+    between each of the first and each of the second: by hand, `(predictions - targets).pow(2).mean()`.
+
+    Not where the script made the dimension that is broadcast, or a gradient reaches both sides: pairs are meant then.
+    """
+    todo = deque([root.grad_fn] if root.grad_fn is not None else [])
+    for _ in range(MOST_BY_ELEMENT):
+        if not todo:
+            return None
+        node = todo.popleft()
+        name, inputs = type(node).__name__, [one for one, _ in node.next_functions if one is not None]
+        if name.startswith("SubBackward") and len(inputs) == 1 and _shape(node):
+            if found := _missing_dimension(inputs[0], _shape(node)):
+                return found
+        elif name.removesuffix("0").removesuffix("1").removesuffix("Backward") in BY_ELEMENT:
+            if name.startswith("MulBackward") and _shape(node) and len(inputs) != len(node.next_functions):
+                continue  # of a weight for each pair, perhaps
+            todo.extend(dict.fromkeys(inputs))
+    return None
+
+
+def _missing_dimension(node: Node, together: list[int]) -> tuple[list[int], list[int]] | None:
+    """node: what gives the predictions. together: the shape of their difference with the targets."""
+    shape = _shape(node)
+    if len(together) != 2 or together[0] != together[1] or together[0] == 1:
+        return None
+    column, row = [together[0], 1], [together[0]]
+    if shape == column and not type(node).__name__.startswith(RESHAPES):
+        return column, row
+    squeezed = type(node).__name__.startswith(("Squeeze", "View", "Select"))
+    return (row, column) if shape == row and squeezed else None
+
+
+def _shape(node: Node) -> list[int]:
+    """Of what it gives; [] for a number, or where torch does not say."""
+    outputs = getattr(node, NODE_OUTPUTS, ())
+    return list(outputs[0].shape) if outputs else []
 
 
 def takes_softmax_twice(root: Tensor) -> bool:

@@ -13,6 +13,16 @@ from flatout.tracebacks import is_users_file, within
 UNKNOWN: SourceLine = ("", 0, "")
 
 
+def line_number(frame: FrameType) -> int:
+    """Of what the frame is at, or else of what comes before it: in Python 3.11 a jump back to the head of a loop may
+    have no line, and another thread gets to see little else of loops, which give way there."""
+    number: int | None = frame.f_lineno
+    if number is not None:
+        return number
+    before = [line for start, _, line in frame.f_code.co_lines() if line is not None and start <= frame.f_lasti]
+    return before[-1] if before else frame.f_code.co_firstlineno
+
+
 class Places:
     """folder: the script's; files in there are named relative to it."""
 

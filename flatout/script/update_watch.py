@@ -29,7 +29,7 @@ from flatout.script.behaviour_seen import (
     SourceLine,
 )
 from flatout.script.gradient_watch import GradientWatch, parameters_in
-from flatout.script.loss_graph import end_of_graph, numbers_of, parameters_of, takes_softmax_twice
+from flatout.script.loss_graph import end_of_graph, numbers_of, pairs_of, parameters_of, takes_softmax_twice
 from flatout.script.patches import Patches, around, noting
 from flatout.script.places import Places
 from flatout.script.step_hooks import StepHook
@@ -72,6 +72,8 @@ class _Backwards:
     graphs: int = 0
     softmax_twice: int = 0
     reductions: Counter[str] = field(default_factory=Counter)
+    reached: set[int] = field(default_factory=set)
+    """Ids of the parameters that the graphs lead to."""
 
 
 @dataclass
@@ -246,9 +248,13 @@ class UpdateWatch:
                 pending, self._pending_loss = self._pending_loss, None
                 values.append(float(own_part(root.detach())) if pending is None else pending)
         if found.calls <= REACHED_PASSES:
-            self.gradients.reach(parameters_of(root))
+            reached = parameters_of(root)
+            self.gradients.reach(reached)
+            found.reached |= {id(one) for one in reached}
             found.graphs += 1
             found.softmax_twice += takes_softmax_twice(root)
+            if pairs := pairs_of(root):
+                self._note_broadcast(place, *pairs)
         self._note_retained(place, root, args, kwargs)
 
     def _note_retained(self, place: Place, root: Tensor, args: Sequence[object], kwargs: dict[str, object]) -> None:
@@ -506,8 +512,23 @@ class UpdateWatch:
     def updates(self, identity: int) -> bool:
         """Has an optimizer that holds parameters of the module with this id stepped?"""
         stepped = {one for state in self._states.values() for one in state.parameters}
-        modules = self._subject.modules
-        return any(id(one) in stepped for module in modules if id(module) == identity for one in module.parameters())
+        return not stepped.isdisjoint(self._parameters_of(identity))
+
+    def judged(self, identity: int) -> bool:
+        """Does each pass that trains the module with this id lead through parameters of another optimizer, which are
+        trained in passes of their own?"""
+        own = self._parameters_of(identity)
+        passes = [one.reached for one in self._backwards.values()]
+        apart = [one for one in passes if one.isdisjoint(own)]
+        others = [one.parameters for one in self._states.values() if one.parameters.isdisjoint(own)]
+        judges = [held for held in others if any(not one.isdisjoint(held) for one in apart)]
+        mine = [one for one in passes if not one.isdisjoint(own)]
+        return bool(mine) and all(any(not one.isdisjoint(held) for held in judges) for one in mine)
+
+    def _parameters_of(self, identity: int) -> set[int]:
+        """Ids of the parameters of the module with this id."""
+        modules = (module for module in self._subject.modules if id(module) == identity)
+        return {id(one) for module in modules for one in module.parameters()}
 
     @property
     def optimizer_lines(self) -> tuple[SourceLine, ...]:

@@ -48,6 +48,9 @@ view_base = attrgetter("_base")
 LOSS_REDUCTION = "_saved_reduction"
 """Node of autograd that computes a loss: 1 where it is a mean, 2 a sum, 0 neither; absent from other nodes."""
 
+NODE_OUTPUTS = "_input_metadata"
+"""Node of autograd: what it takes gradients of, with the shape of each. Seen in torch 2.13."""
+
 PICKLED = "_reduce_ex_internal"
 """Tensor: how pickle and `torch.save` serialize one. A mode is not active there."""
 

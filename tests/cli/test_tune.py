@@ -35,6 +35,13 @@ for step in range({steps}):
     loss.backward()
     optimizer.step()
 """
+FUNCTIONAL = """
+import torch
+weights = torch.ones(4)
+slope = torch.func.grad(lambda weights: (torch.randn(8, 4) @ weights).square().mean())
+for _ in range(20):
+    weights -= 0.1 * slope(weights)
+"""
 
 
 def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
@@ -64,7 +71,9 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["--loss", "sum", "train.py"], 2, "--loss without --devices"),
         (["--allow-local-batchnorm", "train.py"], 2, "--allow-local-batchnorm without --devices"),
         (["syntax.py"], 1, "syntax.py, line 2: SyntaxError"),
-        (["idle.py"], 1, "idle.py never trains"),
+        (["idle.py"], 1, "idle.py ended without a single step"),
+        (["functional.py"], 1, "gradients of torch.func are not followed"),
+        (["usage.py"], 1, "without any lever: usage.py: error: the following arguments are required: --data"),
         (["raises.py"], 1, "ValueError: at step 7"),
         (["stdin.py"], 1, "EOFError"),
         (["short.py"], 1, "short.py ended after 2 steps"),
@@ -75,6 +84,11 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     (tmp_path / "train.py").write_text(LOOP.format(steps=10, body="pass"))
     (tmp_path / "syntax.py").write_text("x = 1\ny = = 2\n")
     (tmp_path / "idle.py").write_text("import torch\ntorch.zeros(3) + 1\n")
+    (tmp_path / "functional.py").write_text(FUNCTIONAL)
+    (tmp_path / "usage.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--data', required=True)\n"
+        "parser.parse_args()\n"
+    )
     (tmp_path / "raises.py").write_text(LOOP.format(steps=90, body="if step == 6: raise ValueError('at step 7')"))
     (tmp_path / "stdin.py").write_text(LOOP.format(steps=90, body="input()"))
     (tmp_path / "short.py").write_text(LOOP.format(steps=2, body="pass"))

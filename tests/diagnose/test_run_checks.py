@@ -85,3 +85,14 @@ def test_growth_is_told_by_the_clock_and_only_from_a_gibibyte_an_hour() -> None:
 def test_the_start_of_workers_never_takes_more_than_the_steps_leave() -> None:
     seen = epochs(9.0, step=1.0, steps=8)  # of ten seconds, eight steps take eight
     assert seen.cost_seconds == pytest.approx(2.0)
+
+
+def test_batches_are_data_loading_only_where_a_loader_makes_them() -> None:
+    parts = {"forward": 0.004, "backward": 0.002, "other": 0.004}
+    seen = replace(SEEN, breakdown_seconds=parts | {"data": 0.0})
+    (without,) = check_facts(facts(observed=seen))
+    assert without.title.endswith("of a step is spent outside the model and optimizer")
+    assert without.remedy.endswith("making its batches included")
+    (loaded,) = check_facts(facts(observed=replace(seen, breakdown_seconds=parts | {"data": 0.001})))
+    assert "outside the model, data loading and optimizer" in loaded.title
+    assert "batches" not in loaded.remedy

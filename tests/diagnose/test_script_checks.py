@@ -119,6 +119,9 @@ FINITE = tuple(
     for name in ("aten::isfinite", "aten::all")
 )
 BY_ELEMENT = operator(name="aten::item", operator_class="other", calls=640, seconds=0.019, line="train.py:12")
+UNBIND = operator(
+    name="aten::unbind", operator_class="other", calls=1, seconds=0.019, shapes="[100]", line="train.py:12"
+)
 WRONG_LSTM = RecurrentSeen(inputs=512, units=1024, dtype="bfloat16", gradient_error=0.98)
 LOSS = ForwardSeen(module="CrossEntropyLoss", line=LINE, calls=50, training=True, grad=True, used=50)
 EVALUATION = ForwardSeen(
@@ -346,9 +349,12 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True)))),
             facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, calls=4, longest_run=1)))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, dropout_line=LINE)))),
         ],
         [
             facts(behaviour=behaviour(forwards=(TRAINING, EVALUATION))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, dropout_line=LINE, calls=2)))),
+            facts(behaviour=behaviour(forwards=(replace(EVALUATION, dropout_line=LINE),))),  # never trained here
             facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, longest_run=1)))),
             facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, recalibrates=True)))),
             facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, mode_layers=())))),
@@ -604,6 +610,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
                 profile=profile(operators=(operator(seconds=0.0001, line="train.py:12"),)),
                 contended=True,
             ),
+            facts(
+                behaviour=behaviour(times=(time_of("script", 0.05), time_of("torch", 0.1))),
+                profile=profile(operators=(UNBIND,)),
+            ),
         ],
         [
             facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 64, seconds=0.4),))),
@@ -621,6 +631,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(
                 behaviour=behaviour(times=(time_of("script", 0.2),)),
                 profile=profile(reasons={"lines": "unknown, because compiled code does not show its operators"}),
+            ),
+            facts(
+                behaviour=behaviour(times=(time_of("script", 0.05), time_of("torch", 0.1))),
+                profile=profile(operators=(replace(UNBIND, shapes="[100, 8]"),)),  # into vectors
             ),
             facts(behaviour=behaviour(times=(time_of("model", 0.6), time_of("backward", 0.3)))),
             facts(profile=None, behaviour=None, observed=observed(breakdown_seconds=FUNCTIONAL)),
@@ -924,6 +938,22 @@ def test_what_helps_a_starved_loader_depends_on_it(loaders: tuple[LoaderSeen, ..
     assert found is not None
     assert words in found.remedy
     assert ("whole batches" in found.remedy) == (words == "fetch whole batches")
+
+
+def test_what_a_run_cannot_see_a_profile_shows() -> None:
+    parts = observed(breakdown_seconds={"other": 0.05, "forward": 0.05})
+    found = check_of("python-time")(facts(profile=None, behaviour=None, observed=parts, command="train.py"))
+    assert found is not None
+    assert found.next_command == "flatout profile train.py"
+
+
+def test_a_loss_by_hand_is_named_where_the_difference_is_taken() -> None:
+    row = operator(name="aten::sub", shapes="[80] [80, 1]", line="train.py:7", seconds=0.001)
+    others = replace(row, line="train.py:8", shapes="[80] [80]"), replace(row, line="train.py:9", name="aten::add")
+    seen = facts(profile=profile(operators=(row, *others)), behaviour=behaviour(broadcast_losses=(BROADCAST,)))
+    found = check_of("loss-not-falling")(seen)
+    assert found is not None
+    assert [line[1] for line in found.lines] == [7, 12]
 
 
 def test_a_trend_is_beyond_noise() -> None:

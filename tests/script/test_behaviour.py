@@ -600,6 +600,74 @@ def test_evaluation(evaluates: bool, grad: bool, found: list[str]) -> None:
     assert any("total += model" in one.line[2] for one in seen.forwards)
 
 
+def with_norm(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, width))
+
+
+@pytest.mark.parametrize("adversarial", [True, False])
+def test_samples_of_a_generator_are_no_evaluation(adversarial: bool) -> None:
+    generator, judge = with_norm(6), nn.Linear(6, 1)
+    of_generator, of_judge = (torch.optim.SGD(one.parameters(), 0.01) for one in (generator, judge))
+
+    def step(number: int) -> None:
+        of_judge.zero_grad()
+        (judge(generator(data()).detach()).mean() - judge(data()).mean()).backward()
+        of_judge.step()
+        of_generator.zero_grad()
+        made = generator(data())
+        (judge(made) if adversarial else made).mean().backward()
+        of_generator.step()
+        if number % 11 == 10:
+            with torch.no_grad():
+                generator(data())
+
+    found = watched(step, generator, judge, steps=34)
+    assert "evaluation-in-train-mode" not in names(found) if adversarial else "evaluation-in-train-mode" in names(found)
+
+
+def test_models_of_one_class_are_told_apart() -> None:
+    frozen, other = with_norm(1), with_norm(1)
+    optimizer = torch.optim.SGD([*frozen.parameters(), *other.parameters()], 0.01)
+    frozen.eval()
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss = frozen(data()).mean()
+        loss = loss + other(data()).mean()
+        loss.backward()
+        optimizer.step()
+
+    assert "training-in-eval-mode" in names(watched(step, frozen, other))
+
+
+class FunctionalDropout(nn.Module):
+    def __init__(self, rate: float, options: dict[str, bool]) -> None:
+        super().__init__()
+        self.layer, self.rate, self.options = nn.Linear(6, 1), rate, options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(nn.functional.dropout(x, self.rate, **self.options))  # the line that is named
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "rate", "options", "found"),
+    [
+        (True, 0.5, {}, ["evaluation-in-train-mode"]),
+        (True, 0.0, {}, []),
+        (True, 0.5, {"training": True}, []),  # said so: meant
+        (False, 0.5, {}, []),  # the mode is not even asked for; nothing says that this is an evaluation
+    ],
+)
+def test_dropout_that_does_not_follow_the_mode(
+    evaluates: bool, rate: float, options: dict[str, bool], found: list[str]
+) -> None:
+    model = FunctionalDropout(rate, options)
+    seen = watched(evaluating(model, evaluates=evaluates, grad=False), model)
+    assert names(seen) == found
+    for finding in check_facts(Facts(behaviour=seen)):
+        assert "the line that is named" in finding.lines[0][2]
+
+
 def test_an_evaluation_lasts_until_the_next_training_step() -> None:
     model, seen = net(), []
     watch = BehaviourWatch(str(HERE.parent))
@@ -1064,6 +1132,26 @@ def test_convolutions_are_timed_in_both_formats() -> None:
     assert 0 < timed.low_ratio < 100
 
 
+@pytest.mark.parametrize(("inner", "gradients"), [(False, 1), (True, 2)])
+def test_convolutions_are_timed_with_the_gradients_that_they_have(inner: bool, gradients: int) -> None:
+    """The first layer of a model has none of its input."""
+    timer, layer, x = ConvolutionTimer(), nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+    timer.note(layer, (x.requires_grad_(inner),))
+    with torch.no_grad():
+        timer.note(layer, (torch.randn(64, 3, 16, 16),))  # of an evaluation
+    wanted: set[tuple[int, int]] = set()
+    grad = torch.autograd.grad
+
+    def noted(out: Tensor, inputs: list[Tensor], *rest: Tensor) -> object:
+        wanted.add((len(out), len(inputs)))
+        return grad(out, inputs, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", noted)
+        timer.timed("")
+    assert wanted == {(2, gradients)}
+
+
 def test_the_lines_whose_operators_meet_denormals() -> None:
     model, faded = net(), torch.full((64, 64), 1e-40)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -1237,6 +1325,55 @@ def test_losses_by_pair(shape: tuple[int, ...], options: dict[str, str], calls: 
         optimizer.step()
 
     assert sum(one.calls for one in watched(step, model).broadcast_losses) == calls
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda p, y: (p - y).pow(2).mean(), ("[32, 1]", "[32]")),
+        (lambda p, y: 0.5 * (y - torch.sigmoid(p)).abs().sum() / 32, ("[32, 1]", "[32]")),
+        (lambda p, y: ((p - y) ** 2).mean().sqrt() + 0.1 * p.pow(2).mean(), ("[32, 1]", "[32]")),
+        (lambda p, y: (p.squeeze(1) - y[:, None]).pow(2).mean(), ("[32]", "[32, 1]")),
+        (lambda p, y: (p - y[:, None]).pow(2).mean(), None),
+        (lambda p, y: (p[:, 0] - y).pow(2).mean(), None),
+        (lambda p, y: (p - 0.5).pow(2).mean(), None),
+        (lambda p, y: (p[:, 0][:, None] - y).abs().mean(), None),  # pairs are meant: of a dimension made for them,
+        (lambda p, y: (p - p.T).abs().mean(), None),  # of predictions with each other,
+        (lambda p, y: torch.exp(-((p - y) ** 2)).mean(), None),  # in a kernel,
+        (lambda p, y: 2 * (p - y).abs().mean() - (p - p.T).abs().mean(), None),  # in a distance of distributions,
+        (lambda p, y: ((p - y) ** 2 * (y[:, None] > y)).mean(), None),  # and with a weight for each
+    ],
+)
+def test_losses_by_hand_of_each_prediction_with_each_target(loss: Any, found: tuple[str, str] | None) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x, y = torch.randn(32, 6), torch.randn(32)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    seen = watched(step, model).broadcast_losses
+    assert [(one.predictions, one.targets) for one in seen] == ([found] if found else [])
+
+
+def test_a_loss_that_no_weight_leads_to() -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int, *, moves: bool = False) -> None:
+        optimizer.zero_grad()
+        torch.tensor(model(data()).mean().item(), requires_grad=True).backward()
+        optimizer.step()
+        if moves:
+            with torch.no_grad():  # as an optimizer without gradients does
+                model.weight.add_(0.1)
+
+    assert names(watched(step, model)) == ["loss-not-falling"]
+    found = watched(lambda number: step(number, moves=True), model)
+    assert found.weights_move
+    assert names(found) == []
 
 
 def test_gradients_of_vectors_are_measured_beside_those_of_weights() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import time
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -57,6 +59,18 @@ def test_what_a_stack_is_doing(stack: list[str], activity: str, file: str) -> No
     sampler.add(inside(*stack), 0.5)
     (found,) = sampler.times(steps=1)
     assert (found.activity, found.line[0], found.line[1], found.seconds) == (activity, file, 2, 0.5)
+
+
+def test_a_jump_back_without_a_line_is_in_the_loop_that_it_repeats() -> None:
+    loops = "for i in range(9):\n    for j in range(9):\n        if i > j:\n            x = i\n    y = i\n"
+    code = compile(loops, "/s/train.py", "exec")
+    jump = next(one.offset for one in dis.get_instructions(code) if one.opname.startswith("JUMP_BACKWARD"))
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_lasti=jump, f_back=None)
+    sampler = LineSampler(places(), threading.get_ident())
+    sampler.add(frame, 0.5)
+    (found,) = sampler.times(steps=1)
+    assert found.line[0] == "train.py"
+    assert found.line[1] in (3, 4)
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,12 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
 
 
 def _target(name: str) -> str:
-    """Quoted for a shell: a file, or '-m package.module'."""
-    return f"-m {shlex.quote(name.removeprefix('-m '))}" if name.startswith("-m ") else shlex.quote(name)
+    """Quoted for a shell: a file, or '-m package.module'. The home directory, which documents write as ~, is one for a
+    shell too only where it is not quoted."""
+    for plain in ("-m ", "~/"):
+        if name.startswith(plain):
+            return plain + shlex.quote(name.removeprefix(plain))
+    return shlex.quote(name)
 
 
 def _arguments(script: Part) -> tuple[list[str], bool]:

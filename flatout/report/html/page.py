@@ -116,11 +116,14 @@ def _machine_line(sources: Sources) -> str:
 
 
 def _counted(sections: Sequence[Section]) -> str:
-    """'3 findings, 1 of them a warning'; '' where there are none."""
+    """'3 findings, 1 of them serious', '1 serious finding'; '' where there are none."""
     severities = [getattr(block, "severity", "") for one in sections if one.id == "findings" for block in one.blocks]
     serious = sum(one in ("warning", "unusable") for one in severities)
-    counted = f"{len(severities)} finding{'' if len(severities) == 1 else 's'}" if severities else ""
-    return f"{counted}, {serious} of them serious" if counted and serious else counted
+    if not severities:
+        return ""
+    kind = "serious finding" if serious == len(severities) else "finding"
+    counted = f"{len(severities)} {kind}{'' if len(severities) == 1 else 's'}"
+    return f"{counted}, {serious} of them serious" if 0 < serious < len(severities) else counted
 
 
 @functools.cache

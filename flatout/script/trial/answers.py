@@ -64,11 +64,21 @@ class TrialEnded(TrialError):
 
     `steps` counts from the first recognized one, after which a trial takes commands; `script_steps`: the script's own,
     some of which may have passed before that; None: the same. `note` says what about the trial's environment may have
-    made it fail; '' where that is unknown.
+    made it fail; '' where that is unknown. `last_line`: of what it printed, as the reason that it gives to sys.exit.
     """
 
-    def __init__(self, status: int, error: str, steps: int, note: str = "", *, script_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        error: str,
+        steps: int,
+        note: str = "",
+        *,
+        script_steps: int | None = None,
+        last_line: str = "",
+    ) -> None:
         self.status, self.error, self.steps, self.note = status, error, steps, note
+        self.last_line = last_line
         self.script_steps = steps if script_steps is None else script_steps
         super().__init__(f"the script ended with code {status} after {steps} steps")
 
@@ -159,11 +169,13 @@ def explain_end(end: TrialEnded, name: str, *, levers: bool = False, needed: str
             note += f"\nit is started in ranks, as by torchrun: flatout tune --nproc-per-node 2 {name}"
         return ScriptError(f"{name} failed by itself{alone}: {end.headline}{trace}{note}")
     if end.status != 0:
-        return ScriptError(f"{name} exited with code {end.status} after {end.steps} steps{alone}")
+        said = f": {end.last_line}" if end.last_line else ""
+        return ScriptError(f"{name} exited with code {end.status} after {end.steps} steps{alone}{said}")
     if end.steps == 0:
         return ScriptError(
-            f"{name} never trains: it ended without a single step",
-            limit="a step is an optimizer step, or a backward pass followed by a change of the weights",
+            f"{name} ended without a single step",
+            limit="a step is an optimizer step, or a backward pass followed by a change of the weights; gradients of "
+            "torch.func are not followed",
             remedy="training in processes that the script starts, as by mp.spawn, is not followed here"
             + ": flatout tune --own-ranks 2 (own_ranks=2)" * levers,
         )

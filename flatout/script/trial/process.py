@@ -106,7 +106,7 @@ class TrialProcess(CommandedTrial):
     @property
     def errors(self) -> str:
         """The end of the script's stderr, where the setup logs it separately."""
-        return (self._folder / "errors.log").read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace")
+        return _end_of(self._folder / "errors.log")
 
     def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
         """Start the script and wait for its first recognized step. Raises TrialEnded if there is none."""
@@ -370,7 +370,7 @@ class TrialProcess(CommandedTrial):
         answer = json.loads(line)
         if answer["event"] == "ended":
             told = answer["status"], answer["error"], answer["steps"], answer.get("note", "")
-            raise TrialEnded(*told, script_steps=answer.get("script_steps"))
+            raise TrialEnded(*told, script_steps=answer.get("script_steps"), last_line=self._last_line())
         if answer["event"] == "refused":
             raise TrialError(answer["reason"])
         if answer["event"] == "fault":
@@ -378,6 +378,10 @@ class TrialProcess(CommandedTrial):
         if answer["event"] == "stopped":
             raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
         return answer
+
+    def _last_line(self) -> str:
+        printed = self.errors if self.setup.errors_apart else _end_of(self.log_path)
+        return next((line.strip() for line in reversed(printed.splitlines()) if line.strip()), "")
 
     def _computed_seconds(self) -> float:
         """CPU time so far; of a fork, that of the process that it comes from with all its forks."""
@@ -427,6 +431,12 @@ def cpu_seconds(process_id: int) -> float:
         return sum(sum(one.cpu_times()[:4]) for one in (first, *descendants(process_id)))
     except psutil.Error:  # it has just ended: the next command will report it
         return 0.0
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - MOST_ERROR_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes] | Forked) -> None:

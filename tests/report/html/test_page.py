@@ -151,6 +151,33 @@ def test_each_part_of_the_documents_is_there(page: Page) -> None:
         assert expected in page.text, expected
 
 
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("~/my nets/train.py", "flatout profile ~/'my nets/train.py'"),  # in quotes, ~ is no home directory
+        ("my nets/train.py", "flatout profile 'my nets/train.py'"),
+        ("-m nets.train", "flatout profile -m nets.train"),
+    ],
+)
+def test_the_command_that_reproduces_it_is_one_for_a_shell(name: str, command: str) -> None:
+    assert command in Page(rendered({"profile": PROFILE | {"script": {"name": name, "arguments": []}}})).text
+
+
+@pytest.mark.parametrize(
+    ("severities", "counted"),
+    [
+        (["warning"], "1 serious finding"),
+        (["warning", "unusable"], "2 serious findings"),
+        (["warning", "note"], "2 findings, 1 of them serious"),
+        (["note"], "1 finding"),
+    ],
+)
+def test_findings_are_counted(severities: list[str], counted: str) -> None:
+    findings = [FINDING | {"severity": one, "title": one} for one in severities]
+    html = rendered({"profile": PROFILE | {"findings": findings}})
+    assert f">{counted}<" in html
+
+
 def test_ranks_and_what_they_wait_for() -> None:
     balance = {
         "straggler": "rank 1",
