@@ -136,7 +136,8 @@ class HolderSearch:
     # referrers
 
     def referrers(self, objects: Sequence[object]) -> list[object]:
-        return [one for one in gc.get_referrers(*objects) if self._counts(one)]
+        given = tuple(objects)  # which Python 3.13 counts among those that refer to them
+        return [one for one in gc.get_referrers(*given) if one is not given and self._counts(one)]
 
     def ignore(self, container: object) -> None:
         self._ignored[id(container)] = container

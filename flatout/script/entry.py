@@ -36,6 +36,8 @@ LARGEST_IN_C = 1 << 63
 """The numbers that C can hold, from its negative on, are exit codes by their last eight bits."""
 STDERR = 2
 """The descriptor."""
+WRONG_ARGUMENTS_IN = ("argparse", "click.exceptions")
+"""Modules of exceptions for wrong arguments: what was printed of one says more than where it was raised."""
 
 _replaced: list[ModuleType] = []
 
@@ -157,9 +159,9 @@ def execute(target: Target, failed: Callable[[BaseException], object] = lambda e
         else:
             _run_module(str(target.module), target.arguments)
     except SystemExit as stop:
-        status = _status_of(stop)
-        if status != 0 and stop.__context__ is not None and not stop.__suppress_context__:
-            failed(own_frames_removed(stop.__context__))
+        status, cause = _status_of(stop), None if stop.__suppress_context__ else stop.__context__
+        if status != 0 and cause is not None and type(cause).__module__ not in WRONG_ARGUMENTS_IN:
+            failed(own_frames_removed(cause))
         return status
     except _NotThere:
         raise

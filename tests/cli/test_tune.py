@@ -74,6 +74,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["idle.py"], 1, "idle.py ended without a single step"),
         (["functional.py"], 1, "gradients of torch.func are not followed"),
         (["usage.py"], 1, "without any lever: usage.py: error: the following arguments are required: --data"),
+        (["usage.py", "--lr", "fast"], 1, "lever: usage.py: error: argument --lr: invalid float value: 'fast'"),
         (["raises.py"], 1, "ValueError: at step 7"),
         (["stdin.py"], 1, "EOFError"),
         (["short.py"], 1, "short.py ended after 2 steps"),
@@ -87,7 +88,7 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     (tmp_path / "functional.py").write_text(FUNCTIONAL)
     (tmp_path / "usage.py").write_text(
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--data', required=True)\n"
-        "parser.parse_args()\n"
+        "parser.add_argument('--lr', type=float)\nparser.parse_args()\n"
     )
     (tmp_path / "raises.py").write_text(LOOP.format(steps=90, body="if step == 6: raise ValueError('at step 7')"))
     (tmp_path / "stdin.py").write_text(LOOP.format(steps=90, body="input()"))
