@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,16 @@ def _parsed(path: Path) -> ast.Module:
             gc.enable()
 
 
-def nodes(path: Path, *, types: bool = True) -> Iterator[ast.AST]:
+@functools.cache
+def nodes(path: Path, *, types: bool = True) -> Sequence[ast.AST]:
     """All of them. types: those under `if TYPE_CHECKING` too."""
-    todo: list[ast.AST] = [_parsed(path)]
-    for node in todo:
-        yield node
+    found: list[ast.AST] = [_parsed(path)]
+    for node in found:
         if not types and isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
-            todo += node.orelse
+            found += node.orelse
         else:
-            todo += ast.iter_child_nodes(node)
+            found += ast.iter_child_nodes(node)
+    return found
 
 
 def root_of(node: ast.AST) -> str | None:
@@ -50,3 +51,4 @@ def forgotten() -> Iterator[None]:
     """Import it where trees are read: kept, they would slow down every collection in the tests that follow."""
     yield
     _parsed.cache_clear()
+    nodes.cache_clear()

@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from flatout.memory.holders import Found, HolderSearch
-
-HELD_GLOBALLY: list[Any] = []
 
 
 @pytest.fixture
@@ -42,16 +41,14 @@ class Recorder:
         self.log: dict[str, list[Any]] = {"out": []}
 
 
-@pytest.mark.usefixtures("nothing_is_frozen")
-def test_a_list_in_the_modules_globals_is_named() -> None:
-    made = tensors()
-    HELD_GLOBALLY.extend({"out": one} for one in made)
-    try:
-        found = common(made)
-        assert found is not None
-        assert (found.name, found.kind, found.type_name, found.entries) == ("HELD_GLOBALLY", "global", "list", 3)
-    finally:
-        HELD_GLOBALLY.clear()
+def test_a_list_in_the_modules_globals_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, made = ModuleType("recorded"), tensors()
+    module.__file__ = __file__
+    vars(module)["HELD_GLOBALLY"] = [{"out": one} for one in made]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = common(made)
+    assert found is not None
+    assert (found.name, found.kind, found.type_name, found.entries) == ("HELD_GLOBALLY", "global", "list", 3)
 
 
 @pytest.mark.parametrize(
