@@ -32,7 +32,7 @@ to 25 % of a step in the public scripts whose long tunes tried both (`python -m 
 
 CALL_SECONDS = 0.3e-3
 """What calling a compiled module takes, with its backward pass, however little it computes: 0.2 to 0.4 ms in tunes of
-small networks on four kinds of processors, and beside an H100."""
+small networks on three kinds of processors, and beside an H100."""
 
 
 class Compile(Lever):
