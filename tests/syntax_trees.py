@@ -47,7 +47,7 @@ def name_of(node: ast.expr) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forgotten() -> Iterator[None]:
+def clear_trees() -> Iterator[None]:
     """Import it where trees are read: kept, they would slow down every collection in the tests that follow."""
     yield
     _parsed.cache_clear()

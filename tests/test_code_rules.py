@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.syntax_trees import forgotten as forgotten
+from tests.syntax_trees import clear_trees as clear_trees
 from tests.syntax_trees import nodes
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.syntax_trees import forgotten as forgotten
+from tests.syntax_trees import clear_trees as clear_trees
 from tests.syntax_trees import name_of, nodes
 
 PACKAGE = Path(__file__).parents[1] / "flatout"

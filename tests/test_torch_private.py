@@ -22,7 +22,7 @@ import torch
 from flatout.errors import MachineError
 from flatout.torch_private import attributes, compiler, dispatch, loading, lookup, modules, tensors
 from tests.processes import Python
-from tests.syntax_trees import forgotten as forgotten
+from tests.syntax_trees import clear_trees as clear_trees
 from tests.syntax_trees import name_of, nodes, root_of
 
 PACKAGE = Path(__file__).parents[1] / "flatout"

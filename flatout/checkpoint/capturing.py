@@ -120,8 +120,7 @@ def live_sections(
 
 
 def _of_step(step: object) -> dict[str, object]:
-    sections = getattr(step, "sections", None)
-    if isinstance(step, type) or not callable(sections):
+    if (sections := _sections_of(step)) is None:
         remedy = "give a model as model=..., a number of steps as extra=..."
         raise wrong("step", step, "it is a TrainStep", remedy)
     return dict(sections())

@@ -55,7 +55,7 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     means="Evaluation runs in training mode: dropout is active, and batch norm uses batch statistics "
     "and updates the running ones.",
     needs="at least 3 calls that no backward pass used, in a row or without gradients once in ten training calls or "
-    "more rarely (not of a generator, which learns through another model: its samples are shown), of a model in "
+    "more rarely (not of a generator, which learns through another model: such calls draw samples), of a model in "
     "training mode with such layers, which is trained elsewhere; likely where they come with every second update or "
     "more often, as those of a policy that acts; or at least 3 calls in evaluation mode in which functional dropout is "
     "called without `training`",
@@ -77,7 +77,7 @@ def evaluation_in_train_mode(facts: Facts) -> Seen | None:
             continue
         trained = sum(other.used for other in _trains(facts, one) if other.line[:2] != one.line[:2])
         in_a_row = one.longest_run >= LEAST_CALLS
-        rarely = not one.grad and not one.judged and RARELY * one.calls <= trained
+        rarely = not one.grad and not one.learns_through_another and RARELY * one.calls <= trained
         if not one.updated or not trained or not (in_a_row or rarely):
             continue
         often = f"up to {one.longest_run} in a row" if in_a_row else f"one in {trained // one.calls} training calls"

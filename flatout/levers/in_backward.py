@@ -50,7 +50,7 @@ class UpdatesInBackward:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self.update)
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Leave gradients where they are until the next `follow`: they are not of the passes that update, but of a
         generator's step through its discriminator, say, or of a look at the gradient of an input."""
         self._updated = None

@@ -293,7 +293,7 @@ class BehaviourWatch:
             seconds=self._seconds,
             device=device,
             files=tuple(os.path.realpath(file) for file in own_source_files()),
-            forwards=forward.forwards(update.updates, update.judged),
+            forwards=forward.forwards(update.updates, update.learns_through_another),
             backwards=update.backwards(),
             clips=update.clips(),
             schedulers=update.schedulers(_scheduler_warned()),

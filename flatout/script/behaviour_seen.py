@@ -49,7 +49,7 @@ class ForwardSeen:
     """Is it called to recompute the statistics of batch normalisation?"""
     model: int = 0
     """Tells modules of one class apart."""
-    judged: bool = False
+    learns_through_another: bool = False
     """Does it learn only through another model, which its optimizer leaves alone, as a generator through the
     discriminator that judges it?"""
     dropout_line: SourceLine | None = None

@@ -312,9 +312,11 @@ class ForwardWatch:
 
     # what was found
 
-    def forwards(self, updated: Callable[[int], bool], judged: Callable[[int], bool]) -> tuple[ForwardSeen, ...]:
-        """updated: does an optimizer that has stepped hold parameters of the module with this id? judged: does it learn
-        only through another model?"""
+    def forwards(
+        self, updated: Callable[[int], bool], learns_through_another: Callable[[int], bool]
+    ) -> tuple[ForwardSeen, ...]:
+        """Both are asked with the id of a module. updated: has an optimizer that holds its parameters stepped?
+        learns_through_another: does it learn only through another model?"""
         models = list(dict.fromkeys(one.identity for one in self._calls.values()))
         return tuple(
             ForwardSeen(
@@ -332,7 +334,7 @@ class ForwardWatch:
                 weights=one.weights,
                 recalibrates=one.recalibrates,
                 model=models.index(one.identity),
-                judged=judged(one.identity),
+                learns_through_another=learns_through_another(one.identity),
                 dropout_line=self._places.line(one.dropout) if one.dropout is not None else None,
             )
             for one in self._calls.values()

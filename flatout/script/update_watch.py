@@ -514,16 +514,16 @@ class UpdateWatch:
         stepped = {one for state in self._states.values() for one in state.parameters}
         return not stepped.isdisjoint(self._parameters_of(identity))
 
-    def judged(self, identity: int) -> bool:
+    def learns_through_another(self, identity: int) -> bool:
         """Does each pass that trains the module with this id lead through parameters of another optimizer, which are
         trained in passes of their own?"""
         own = self._parameters_of(identity)
         passes = [one.reached for one in self._backwards.values()]
         apart = [one for one in passes if one.isdisjoint(own)]
         others = [one.parameters for one in self._states.values() if one.parameters.isdisjoint(own)]
-        judges = [held for held in others if any(not one.isdisjoint(held) for one in apart)]
+        other_models = [held for held in others if any(not one.isdisjoint(held) for one in apart)]
         mine = [one for one in passes if not one.isdisjoint(own)]
-        return bool(mine) and all(any(not one.isdisjoint(held) for held in judges) for one in mine)
+        return bool(mine) and all(any(not one.isdisjoint(held) for held in other_models) for one in mine)
 
     def _parameters_of(self, identity: int) -> set[int]:
         """Ids of the parameters of the module with this id."""

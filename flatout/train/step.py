@@ -146,7 +146,7 @@ class TrainStep:
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
             self._in_backward = UpdatesInBackward(stepped)
-            self._in_backward.rest()
+            self._in_backward.pause()
             self._levers.callback(self._in_backward.close)
         self.figures: dict[str, Tensor] = {}
         """What loss_fn returned besides the loss of the last step: means over the batch, tensors on the device."""
@@ -383,7 +383,7 @@ class TrainStep:
             try:
                 return self._backward_in_parts(batch)
             finally:
-                self._in_backward.rest()
+                self._in_backward.pause()
         loss = self._backward_in_parts(batch)
         attempt, self._kept = self._kept, None
         self._update.take(self.steps + 1, attempt)

@@ -364,36 +364,41 @@ def test_an_optimizer_derived_from_one_of_torchs_takes_its_state() -> None:
 def gan() -> tuple[TrainStep, TrainStep]:
     """A discriminator's step and its generator's."""
 
-    def judged(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = (model(batch) - model(maker(batch).detach())).mean()
+    def discriminator_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (model(batch) - model(generator(batch).detach())).mean()
         return loss
 
-    def fooled(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = -judge(model(batch)).mean()
+    def generator_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = -discriminator(model(batch)).mean()
         return loss
 
-    judge, maker = nn.Linear(3, 1), nn.Linear(3, 3)
-    losses = ((judge, judged), (maker, fooled))
+    discriminator, generator = nn.Linear(3, 1), nn.Linear(3, 3)
+    losses = ((discriminator, discriminator_loss), (generator, generator_loss))
     first, second = (TrainStep(model, torch.optim.Adam(model.parameters()), loss) for model, loss in losses)
     return first, second
 
 
 def test_a_further_step_is_saved_with_all_that_it_trains() -> None:
     batch = torch.ones(4, 3)
-    judge, maker = gan()
-    for step in (judge, maker, judge, maker):
+    discriminator, generator = gan()
+    for step in (discriminator, generator, discriminator, generator):
         step(batch)
-    state = copy.deepcopy(capture(judge, generator=maker))
-    goes_on, other = gan()
-    restore(state, goes_on, generator=other)
-    assert other.steps == 2
-    for step, twin in ((judge, goes_on), (maker, other), (judge, goes_on), (maker, other)):
-        assert torch.equal(step(batch), twin(batch))
-    for one, twin_one in zip(maker.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(one, twin_one)
-    restore(capture(judge, both=[maker, judge]), goes_on, both=[other, goes_on])
+    state = copy.deepcopy(capture(discriminator, generator=generator))
+    discriminator_restored, generator_restored = gan()
+    restore(state, discriminator_restored, generator=generator_restored)
+    assert generator_restored.steps == 2
+    for step, restored in 2 * ((discriminator, discriminator_restored), (generator, generator_restored)):
+        assert torch.equal(step(batch), restored(batch))
+    models = generator.model, generator_restored.model
+    for one, expected in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, expected)
+    restore(
+        capture(discriminator, both=[generator, discriminator]),
+        discriminator_restored,
+        both=[generator_restored, discriminator_restored],
+    )
 
     with torch.no_grad():
-        maker.model.weight.fill_(torch.nan)  # type: ignore[operator, union-attr]
+        generator.model.weight.fill_(torch.nan)  # type: ignore[operator, union-attr]
     with pytest.raises(NumericsError, match="weights are not finite"):
-        capture(judge, steps_of={"generator": maker})
+        capture(discriminator, steps_of={"generator": generator})

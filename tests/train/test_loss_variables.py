@@ -93,10 +93,10 @@ def made(loss_fn: Any) -> flatout.TrainStep:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_question_about_a_step_leaves_its_state(kind: Callable[[], Made], begun: bool) -> None:
+def test_forecasts_leave_the_state_of_a_step(kind: Callable[[], Made], begun: bool) -> None:
     batch = torch.ones(4, 3)
-    twin = made(kind()[0])
-    losses = [float(twin(batch)) for _ in range(3)][begun:]
+    undisturbed = made(kind()[0])
+    losses = [float(undisturbed(batch)) for _ in range(3)][begun:]
     loss_fn, state = kind()
     step = made(loss_fn)
     if begun:
@@ -110,7 +110,7 @@ def test_a_question_about_a_step_leaves_its_state(kind: Callable[[], Made], begu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_go_on_from_the_state_without_each_other(kind: Callable[[], Made]) -> None:
+def test_copies_continue_from_the_state_independently(kind: Callable[[], Made]) -> None:
     loss_fn, state = kind()
     step, batch = made(loss_fn), torch.ones(4, 3)
     step(batch)
