@@ -43,6 +43,7 @@ CHECKS: tuple[Check, ...] = (
     update_checks.accumulation_not_averaged,
     update_checks.scheduler_order,
     update_checks.scheduler_never_steps,
+    update_checks.optimizer_made_in_each_step,
     learning_checks.softmax_before_cross_entropy,
     learning_checks.loss_not_falling,
     learning_checks.exploding_gradients,

@@ -165,6 +165,28 @@ def scheduler_never_steps(facts: Facts) -> Seen | None:
 
 
 @check(
+    means="An optimizer is made anew in each step, so that its momentum and averages of gradients begin at zero each "
+    "time.",
+    needs="in at least 3 steps, and in 9 of 10, the optimizer was made since the step before, has the same parameters, "
+    "keeps state from step to step, and was given no closure",
+    if_wrong="steps use momentum and averages of earlier steps",
+)
+def optimizer_made_in_each_step(facts: Facts) -> Seen | None:
+    for one in facts.seen.remade_optimizers:
+        if one.remade >= LEAST_STEPS and one.remade >= NEARLY_ALL * (one.steps - 1):
+            return Seen(
+                title=f"{one.kind} is made anew in each step",
+                evidence=f"{one.remade} of {one.steps} steps were made by an optimizer that had not stepped before: "
+                "what it keeps of earlier gradients (momentum, averages of squares) is lost each time",
+                remedy="make the optimizer once, before the loop",
+                fault=True,
+                lines=where(facts.lines_calling(one.kind), one.line),
+                unknown="it changes what is learned, not the time",
+            )
+    return None
+
+
+@check(
     means="Gradients of several micro-batches are summed where their mean was intended: the update is that many "
     "times too large.",
     needs="two or more backward passes a step from one line, which is reached from one place alone, each from a loss "

@@ -298,6 +298,7 @@ class BehaviourWatch:
             clips=update.clips(),
             schedulers=update.schedulers(_scheduler_warned()),
             idle_schedulers=update.idle_schedulers(self._schedulers),
+            remade_optimizers=update.remade_optimizers(),
             optimizer_dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
             optimizer_lines=update.optimizer_lines,
             outside_optimizer=update.gradients.outside_optimizer(_alive(torch.optim.Optimizer)),

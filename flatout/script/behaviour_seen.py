@@ -115,6 +115,19 @@ class IdleSchedulerSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemadeOptimizerSeen:
+    """Optimizers made for a single step each, all of the same parameters, so that none keeps its state."""
+
+    line: SourceLine
+    """Where they step."""
+    kind: str
+    """'Adam'."""
+    remade: int
+    """Steps of an optimizer made since the step before."""
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParametersSeen:
     """Parameters that get gradients, are in no optimizer, and do not change."""
 
@@ -297,6 +310,7 @@ class Behaviour:
     clips: tuple[ClipSeen, ...] = ()
     schedulers: tuple[SchedulerSeen, ...] = ()
     idle_schedulers: tuple[IdleSchedulerSeen, ...] = ()
+    remade_optimizers: tuple[RemadeOptimizerSeen, ...] = ()
     optimizer_dtypes: tuple[str, ...] = ()
     """Of parameters that optimizers update."""
     optimizer_lines: tuple[SourceLine, ...] = ()

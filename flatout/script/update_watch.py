@@ -25,6 +25,7 @@ from flatout.script.behaviour_seen import (
     BroadcastSeen,
     ClipSeen,
     IdleSchedulerSeen,
+    RemadeOptimizerSeen,
     SchedulerSeen,
     SourceLine,
 )
@@ -101,7 +102,7 @@ class _OptimizerState:
     """What is followed of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
+        self.optimizer, self.kind = weakref.ref(optimizer), type(optimizer).__name__
         self.parameters = {id(one) for one in parameters_in(optimizer)}
         self.since: int | None = None
         """Index of the first event after its last step; None: it has not stepped in the window."""
@@ -118,7 +119,17 @@ class _OptimizerState:
         self.used_zeros = False
         """Were the gradients of the last step nothing but zeros? Then it is not known whether they were cleared."""
         self.removes: list[Callable[[], None]] = []
-        self.steps = 0
+        self.steps = self.remade = 0
+        """remade: steps of an optimizer that was made since the step before, and keeps state from step to step."""
+        self.is_new = True
+        """Has this very optimizer stepped once at most?"""
+
+    def is_replaced_by(self, optimizer: Optimizer, place: Place) -> bool:
+        """Does this optimizer step in place of the one that is followed here?"""
+        same = self.place == place and self.parameters == {id(one) for one in parameters_in(optimizer)}
+        return same and all(
+            one() is not None for one in self.followed
+        )  # others may have the ids of parameters now gone
 
 
 class UpdateWatch:
@@ -398,9 +409,10 @@ class UpdateWatch:
     def _judge(self, optimizer: Optimizer, place: Place, *, by_closure: bool) -> None:
         self.gradients.compare()
         state = self._states.get(id(optimizer))
-        if state is None:
-            state = self._states[id(optimizer)] = _OptimizerState(optimizer)
-            self._follow(state)
+        if state is None or state.optimizer() is not optimizer:  # a new one may have the id of one that is gone
+            state = self._state_of_new(optimizer, place, by_closure=by_closure)
+        else:
+            state.is_new = False
         state.place = place
         if state.since is not None:
             self._judge_order(state, self._events[max(0, state.since - self._first_event) :])
@@ -421,6 +433,21 @@ class UpdateWatch:
             self.gradients.measure(self._subject.modules, optimizer, state.parameters)
         elif self.gradients.weights_move is False:  # as where a warm-up begins with a rate of 0
             self.gradients.sample(optimizer)
+
+    def _state_of_new(self, optimizer: Optimizer, place: Place, *, by_closure: bool) -> _OptimizerState:
+        """Of an optimizer that has not stepped before: a new one, or that of the optimizer whose place it takes."""
+        key, state = next(
+            ((key, one) for key, one in self._states.items() if one.is_replaced_by(optimizer, place)), (None, None)
+        )
+        if state is None:
+            state = _OptimizerState(optimizer)
+            self._follow(state)
+        else:
+            del self._states[key]
+            state.remade += state.is_new and not by_closure and _keeps_state(optimizer)
+            state.optimizer, state.kind, state.is_new = weakref.ref(optimizer), type(optimizer).__name__, True
+        self._states[id(optimizer)] = state
+        return state
 
     def _judge_order(self, state: _OptimizerState, events: Sequence[Event]) -> None:
         """events: those since the optimizer's last step."""
@@ -504,6 +531,13 @@ class UpdateWatch:
             if getattr(one, "last_epoch", None) == 0
         )
 
+    def remade_optimizers(self) -> tuple[RemadeOptimizerSeen, ...]:
+        return tuple(
+            RemadeOptimizerSeen(line=self._places.line(one.place), kind=one.kind, remade=one.remade, steps=one.steps)
+            for one in self._states.values()
+            if one.remade
+        )
+
     def losses(self) -> tuple[float | None, ...]:
         """Where all backward passes start at one line; a loss among several need not fall."""
         found = next(iter(self._losses.values())) if len(self._losses) == 1 else []
@@ -560,6 +594,11 @@ def _has_closure(args: object, kwargs: object) -> bool:
     """Arguments of an optimizer's step, itself included."""
     given = args[1] if isinstance(args, tuple) and len(args) > 1 else None
     return callable(kwargs.get("closure") if given is None and isinstance(kwargs, dict) else given)
+
+
+def _keeps_state(optimizer: Optimizer) -> bool:
+    """Is a step of it another one after earlier steps? Not of SGD without momentum."""
+    return any(group.get("momentum", 1) for group in optimizer.param_groups)
 
 
 def _has_tolerance(optimizer: Optimizer) -> bool:

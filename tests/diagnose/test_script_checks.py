@@ -37,6 +37,7 @@ from flatout.script.behaviour_seen import (
     ParallelSeen,
     ParametersSeen,
     RecurrentSeen,
+    RemadeOptimizerSeen,
     SchedulerSeen,
     WorkersSeen,
 )
@@ -237,6 +238,7 @@ NEVER = source(NEVER_TEXT)
 FUNCTIONAL = {"other": 0.05, "forward": 0.0, "backward": 0.04}
 WITH_EVALUATION = {"forward": 0.01, "backward": 0.04, "evaluation": 0.05}
 TARGETS = replace(EVALUATION, calls=50, longest_run=1)
+REMADE = RemadeOptimizerSeen(line=LINE, kind="Adam", remade=39, steps=40)
 IDLE = IdleSchedulerSeen(kind="StepLR", steps=40)
 KEEPING = source("kept = []\nfor x in loader:\n    loss.backward()\n    opt.step()\n    kept.append(out)\n")
 BOUNDED = source(
@@ -442,6 +444,13 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(idle_schedulers=(IDLE,)), source=source(f"{NEVER_TEXT}s.step()\n")),
             facts(behaviour=behaviour(idle_schedulers=(replace(IDLE, steps=2),)), source=NEVER),
             facts(behaviour=behaviour(), source=NEVER),
+        ],
+    ),
+    "optimizer-made-in-each-step": (
+        [facts(behaviour=behaviour(remade_optimizers=(REMADE,)))],
+        [
+            facts(behaviour=behaviour(remade_optimizers=(replace(REMADE, remade=9),))),
+            facts(behaviour=behaviour(remade_optimizers=(replace(REMADE, remade=2, steps=3),))),
         ],
     ),
     "softmax-before-cross-entropy": (

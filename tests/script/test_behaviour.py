@@ -496,6 +496,50 @@ def test_a_scheduler_that_never_steps(steps: bool) -> None:
     assert ("scheduler-never-steps" in [one.name for one in check_facts(known)]) is not steps
 
 
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("in each step", True),
+        ("once", False),
+        ("every second step", False),
+        ("without state", False),
+        ("with a closure", False),
+        ("of a new copy", False),
+    ],
+)
+def test_an_optimizer_that_is_made_in_each_step(made: str, found: bool) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    kept: list[torch.optim.Optimizer] = []
+
+    def step(number: int) -> None:
+        nonlocal optimizer
+        trained = copy.deepcopy(model) if made == "of a new copy" else model
+        if made != "once" and (made != "every second step" or number % 2):
+            optimizer = torch.optim.Adam(trained.parameters())
+            kept[:] = [optimizer] if number % 3 else []
+        if made == "without state":
+            optimizer = torch.optim.SGD(trained.parameters(), 0.01)
+
+        def loss() -> float:
+            optimizer.zero_grad()
+            value = trained(data()).square().mean()
+            value.backward()
+            return value.item()
+
+        if made == "with a closure":
+            optimizer.step(loss)
+        else:
+            loss()
+            optimizer.step()
+
+    seen = watched(step, model)
+    assert ("optimizer-made-in-each-step" in [one.name for one in check_facts(Facts(behaviour=seen))]) is found
+    if found:
+        ((one,), (line,)) = seen.remade_optimizers, seen.optimizer_lines
+        assert (one.kind, one.remade, one.steps, one.line) == ("Adam", STEPS - 1, STEPS, line)
+
+
 @pytest.mark.parametrize(("last", "found"), [("softmax", True), ("log_softmax", False), ("relu", False)])
 def test_a_softmax_before_the_cross_entropy(last: str, found: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
