@@ -36,6 +36,9 @@ class StepFinder:
         self._counted: dict[int, int] = {}  # optimizer: its steps that were counted
         self.leader: int | None = None
         """The identity of the optimizer whose steps are counted."""
+        self.replaced_leaders = 0
+        """How often an optimizer took the lead from one that is still there: boundaries before that may have been inside
+        of a step, as where each parameter has an optimizer of its own that is made when it is first used."""
         self._leader_steps = 0
         self._turns_without_leader = 0
         self._passes = 0
@@ -55,6 +58,7 @@ class StepFinder:
         self.kind = "optimizer"
         if identity not in self._counted or self.leader is None:
             self._counted[identity] = 0
+            self.replaced_leaders += self.leader is not None
             self._lead(identity)
         if identity == self.leader:
             self.leader_passed(1)

@@ -52,6 +52,24 @@ def test_steps_are_counted_in_hindsight(calls: str, steps: int) -> None:
     assert finder.steps == steps
 
 
+@pytest.mark.parametrize(
+    ("calls", "replaced"),
+    [("bABC" * 30, 2), ("bDbG" * 30, 1), ("bA" * 50 + "bB" * 50, 1), ("bA" * 30, 0), ("bwbwbw" + "bA" * 10, 0)],
+)
+def test_leaders_that_are_replaced_while_they_are_there(calls: str, replaced: int) -> None:
+    finder = StepFinder()
+    feed(finder, calls)
+    assert finder.replaced_leaders == replaced
+
+
+def test_an_optimizer_that_succeeds_one_that_is_gone_replaces_no_leader() -> None:
+    finder = StepFinder()
+    for optimizer in "ABC":
+        feed(finder, f"b{optimizer}")
+        finder.forget(ord(optimizer))
+    assert (finder.replaced_leaders, finder.steps) == (0, 3)
+
+
 def test_a_leader_is_new_until_it_has_stepped_twice() -> None:
     finder = StepFinder()
     assert not finder.leader_is_new

@@ -200,8 +200,15 @@ class Session:
             self.watch.suspend()
         device.synchronize()
         marks, drawn = [device.mark()], [self.watch.subject.samples_drawn]
+        finder = self.watch.finder
+        replaced = finder.replaced_leaders
 
         def boundary() -> bool:
+            nonlocal replaced
+            if finder.replaced_leaders != replaced:  # what was timed until here were parts of a step
+                replaced = finder.replaced_leaders
+                marks.clear()
+                drawn.clear()
             marks.append(device.mark())
             drawn.append(self.watch.subject.samples_drawn)
             if len(marks) <= settle + steps:

@@ -114,6 +114,33 @@ def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_
     assert not Path("/dev/shm/flatout-test-left").exists()
 
 
+OPTIMIZER_PER_PARAMETER = """
+import time, torch
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+optimizers = {}
+for step in range(60):
+    time.sleep(0.05)
+    model(torch.randn(8, 4)).square().mean().backward()
+    for parameter in model.parameters():
+        if parameter not in optimizers:
+            optimizers[parameter] = torch.optim.SGD([parameter], lr=0.1)
+        optimizers[parameter].step()
+    model.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
+def test_the_first_steps_that_are_timed_are_whole_where_each_parameter_has_an_optimizer(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OPTIMIZER_PER_PARAMETER)
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+        window = trial.window([], settle=1, steps=2)
+    assert min(window.settle_seconds + window.seconds) >= 0.05
+
+
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.slow
 def test_an_end_without_pythons_own_is_told(tmp_path: Path) -> None:
