@@ -36,8 +36,22 @@ TIMES_OF_TRAINER = r"""(['"])\w+_(?:runtime|per_second)\1: '?[\d.]+'?"""
 """How long an evaluation took, in a line and in a file of transformers' own."""
 FRAMEWORK_PACKAGES = {
     "accelerate_loop": ("accelerate",),
+    "command_lines": ("absl", "fire"),
+    "geometric_graphs": ("torch_geometric",),
+    "gpytorch_exact": ("gpytorch",),
     "hf_trainer": ("transformers", "accelerate"),
+    "hydra_main": ("hydra",),
+    "ignite_trainer": ("ignite",),
     "lightning_fit": ("pytorch_lightning",),
+    "opacus_private": ("opacus",),
+    "optuna_study": ("optuna",),
+    "peft_lora": ("transformers", "peft"),
+    "pyro_vae": ("pyro",),
+    "sentence_transformer": ("sentence_transformers",),
+    "skorch_fit": ("skorch",),
+    "stable_baselines": ("stable_baselines3",),
+    "tabnet_fit": ("pytorch_tabnet",),
+    "trl_sft": ("trl",),
 }
 
 
@@ -131,7 +145,7 @@ def _digest(path: Path) -> str | None:
 def without_log_times(stderr: str) -> str:
     """Lines of torch's own logs and of its profiler begin with the time and the process; progress bars have a rate."""
     begins = (r"(?m)^[VIWE]\d{4} [\d:.]+ \d+", r"(?m)^\w+:[\d-]+ [\d:]+ \d+:\d+")
-    return blank_times(stderr, (*begins, r"\[[\d:]+<[\d:?]+, +[\d.?]+(?:it/s|s/it)\]"), HERE)
+    return blank_times(stderr, (*begins, r"\[[\d:]+<[\d:?]+, +[\d.?]+ ?(?:it/s|s/it|examples/s)\]"), HERE)
 
 
 def run_public(script: PublicScript, checkout: Path, command: Sequence[str]) -> Outcome:
