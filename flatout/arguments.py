@@ -207,7 +207,13 @@ def as_device(value: device | str | int, name: str = "device") -> device:
     except (RuntimeError, TypeError) as error:
         raise wrong(name, value, limit, remedy) from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found.type == "cuda" and (found.index or 0) >= count:
+    there = (found.index or 0) < count
+    if found.type != "cuda":
+        try:
+            there = torch.empty(0, device=found).device.type == found.type
+        except Exception:  # each backend that is not there raises another kind
+            there = False
+    if not there:
         limit = f"torch sees {', '.join(['cpu', *(f'cuda:{index}' for index in range(count))])}"
         raise wrong(name, value, limit, "see which and why with: flatout check")
     return found

@@ -51,7 +51,7 @@ def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
     """The inputs in this file. UsageError: no such file, an unknown suffix, or arrays that do not match."""
     if path.suffix not in SUFFIXES:
         remedy = "save tokens as .npy, ragged ones as .jsonl or .npz with lengths"
-        raise UsageError(f"the inputs are {path.name}", limit=f"they end in {', '.join(SUFFIXES)}", remedy=remedy)
+        raise UsageError(f"the inputs are {path}", limit=f"they end in {', '.join(SUFFIXES)}", remedy=remedy)
     try:
         if path.suffix not in ARRAYS:
             return _lines(path, encode)
@@ -67,10 +67,12 @@ def _arrays(path: Path) -> Mapping[str, Array]:
     if path.suffix == ".npy":
         return {"": np.lib.format.open_memmap(path, mode="r")}
     if path.suffix == ".npz":
-        if not zipfile.is_zipfile(path):  # numpy would take it for a pickle
-            raise UsageError(f"cannot read {path}: it is not a complete .npz archive", remedy=REMEDY)
-        with open(path, "rb") as file, np.load(file) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):  # numpy would take it for a pickle
+                raise UsageError(f"cannot read {path}: it is not a complete .npz archive", remedy=REMEDY)
+            file.seek(0)
+            with np.load(file) as arrays:
+                return {name: arrays[name] for name in arrays.files}
     from safetensors.torch import load_file
 
     return load_file(path)

@@ -35,7 +35,11 @@ from flatout.errors import UsageError, said_by
 from flatout.infer.user_lines import user_line
 
 FORMS = "a model is named file.py:name, package.module:name or a folder with a Hugging Face config.json"
-OBJECTS = "it is named file.py:name or package.module:name"
+_FORMS = {
+    "model": FORMS,
+    "tokenizer": "a tokenizer is named file.py:name, package.module:name or a folder with a Hugging Face tokenizer",
+}
+"""Of other objects than these: a file or module, and a name in it."""
 NAMES_LISTED = 6
 T = TypeVar("T")
 
@@ -58,10 +62,10 @@ def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, object]
 def load_object(spec: str, noun: str) -> object:
     """The object that `file.py:name` or `package.module:name` refers to; `noun` is used in errors."""
     source, colon, name = spec.rpartition(":")
+    forms = _FORMS.get(noun, "it is named file.py:name or package.module:name")
     if not colon or not source or not name:
-        forms = FORMS if noun == "model" else OBJECTS
         raise UsageError(f"the {noun} is {spec!r}", limit=forms, remedy=_what_could_be_meant(spec))
-    module = _from_file(Path(source)) if source.endswith(".py") else _from_module(source)
+    module = _from_file(Path(source), forms) if source.endswith(".py") else _from_module(source, forms)
     return _attribute(module, name, source)
 
 
@@ -91,10 +95,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:NAMES_LISTED]) + more
 
 
-def _from_file(path: Path) -> ModuleType:
+def _from_file(path: Path, forms: str) -> ModuleType:
     if not path.is_file():
         what = f"{path} is a folder" if path.is_dir() else f"no such file: {path}"
-        raise UsageError(what, limit=FORMS, remedy=f"looked in {Path.cwd()}")
+        raise UsageError(what, limit=forms, remedy=f"looked in {Path.cwd()}")
     path = path.resolve()
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
@@ -117,9 +121,9 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_module(name: str) -> ModuleType:
+def _from_module(name: str, forms: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"no such file or module: {name!r}", limit=FORMS, remedy="a file's name ends in .py")
+        raise UsageError(f"no such file or module: {name!r}", limit=forms, remedy="a file's name ends in .py")
     _let_import_from(Path.cwd())
     try:
         found = importlib.util.find_spec(name) is not None
@@ -129,7 +133,7 @@ def _from_module(name: str) -> ModuleType:
         found = True
     if not found:
         remedy = f"looked from {Path.cwd()} and in the installed packages"
-        raise UsageError(f"no module named {name!r}", limit=FORMS, remedy=remedy)
+        raise UsageError(f"no module named {name!r}", limit=forms, remedy=remedy)
     module = _run(lambda: importlib.import_module(name), f"importing {name}")
     assert isinstance(module, ModuleType)
     return module

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from flatout.kernels.differentiated_once import keep_origin, once_differentiated
 
 CHUNK_BYTES_ON_GPU = 100 * 1024**2
 """Of scores: small beside a step, large enough for products at full speed. Each chunk costs launches, and scores that
@@ -75,6 +76,7 @@ class LossByClasses(torch.autograd.Function):
         chunk_bytes: int | None,
         classes: int | None,
         dtype: torch.dtype,
+        origin: Tensor | None,
     ) -> Tensor:
         from flatout.kernels.score_gradients import add_log_sums_  # which imports Triton
 
@@ -108,11 +110,12 @@ class LossByClasses(torch.autograd.Function):
         context.save_for_backward(read, weight, bias, targets, valid, log_sums, terms)
         context.buffer = scores.buffer if any(context.needs_input_grad) else None
         context.chunks, context.smoothing, context.dtype = chunks, label_smoothing, hidden.dtype
+        keep_origin(context, origin)
         total: Tensor = losses.sum()
         return total if terms is None else total / terms  # without any target 0 / 0, as torch has it
 
     @staticmethod
-    @once_differentiable
+    @once_differentiated
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Rows without a target get a gradient of zero, whatever comes from above: a loss that the caller divides by
         its number of targets, none, sends infinity."""
@@ -153,7 +156,7 @@ class LossByClasses(torch.autograd.Function):
             if one is not None:
                 one[chunks[-1].end :] = 0  # what pads the classes
         typed = None if of_hidden is None else of_hidden.to(context.dtype)
-        return (typed, of_weight, of_bias, *[None] * 7)
+        return (typed, of_weight, of_bias, *[None] * 8)
 
 
 class _Scores:

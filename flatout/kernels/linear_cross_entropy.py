@@ -18,12 +18,12 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from flatout.arguments import wrong
 from flatout.errors import UsageError
 from flatout.kernels.class_chunks import CHUNK_BYTES_ON_GPU, LossByClasses, product
+from flatout.kernels.differentiated_once import keep_origin, once_differentiated, origin_of
 from flatout.torch_private.dispatch import keeps_graph
 
 Reduction = Literal["mean", "sum"]
@@ -65,7 +65,7 @@ def linear_cross_entropy(
     gradient are, for each thread, and stay for the next call. The result is torch's but for the order of summation.
     Under autocast the products are in its dtype, the rest is in fp32; on a CPU gradients of fp16 are computed in fp32,
     with an fp32 copy of the weight, so that a loss scale comes in time for
-    them. It cannot be differentiated twice.
+    them. It cannot be differentiated twice (UsageError), nor be used in the transforms of torch.func.
 
         loss = flatout.linear_cross_entropy(hidden, model.head.weight, targets, model.head.bias)
 
@@ -86,7 +86,9 @@ def linear_cross_entropy(
         apply = LossByClasses.apply
     elif chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES_ON_GPU if hidden.is_cuda else CHUNK_BYTES
-    return apply(rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes, classes, dtype)
+    origin = origin_of(hidden, weight, bias)
+    options = ignore_index, label_smoothing, reduction, chunk_bytes, classes, dtype
+    return apply(rows, weight, bias, flat, *options, origin)
 
 
 class _Context(Protocol):
@@ -115,8 +117,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_bytes: int,
         classes: int | None,
         dtype: torch.dtype,
+        origin: Tensor | None,
     ) -> Tensor:
         device = hidden.device.type
+        keep_origin(context, origin)
         context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         context.rows = len(hidden)
         counted = _counted_rows(targets, ignore_index)
@@ -138,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return terms.losses.sum() / count
 
     @staticmethod
-    @once_differentiable
+    @once_differentiated
     def backward(context: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """What has no target gets a gradient of zero, whatever comes from above: a loss that the caller divides by its
         number of targets, none, sends infinity."""
@@ -153,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if counted is not None:
                 parts[0] = parts[0].new_zeros(context.rows, parts[0].shape[1]).index_copy_(0, counted, parts[0])
         typed = [None if one is None else one.to(dtype) for one, dtype in zip(parts, context.dtypes, strict=True)]
-        return (*typed, *[None] * 7)
+        return (*typed, *[None] * 8)
 
 
 def _counted_rows(targets: Tensor, ignored: int) -> Tensor | None:
@@ -335,6 +339,9 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}",
             limit="they are [..., features] and [classes, features]",
         )
+    if not hidden.is_floating_point() or not weight.is_floating_point():
+        limit = "scores are computed in floating-point numbers"
+        raise UsageError(f"hidden is {hidden.dtype} and weight {weight.dtype}", limit=limit)
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
         raise UsageError(
             f"targets are {list(targets.shape)} of {targets.dtype}",

@@ -149,3 +149,6 @@ def test_a_tokenizer_is_made_like_a_model(folder: Path) -> None:
         load_tokenizer("some_words.py:sized")
     with pytest.raises(UsageError, match=r"calling some_words.py:broken failed at .*line 11.*no words here"):
         load_tokenizer("some_words.py:broken")
+    for absent in ("words.json", "absent.py:words", "absent_words:made"):
+        with pytest.raises(UsageError, match=r"a tokenizer is named .* or a folder with a Hugging Face tokenizer"):
+            load_tokenizer(absent)

@@ -140,6 +140,8 @@ def test_the_scores_are_never_held_together() -> None:
         ({"label_smoothing": 2.0}, "label_smoothing is 2.0"),
         ({"targets": torch.zeros(37, dtype=torch.uint8)}, "torch.uint8"),
         ({"weight": torch.zeros(0, 8)}, r"weight \[0, 8\]"),
+        ({"weight": torch.zeros(11, 8, dtype=torch.long)}, "weight torch.int64; .* floating-point"),
+        ({"hidden": torch.zeros(37, 8, dtype=torch.complex64)}, "hidden is torch.complex64"),
     ],
 )
 def test_bad_input(change: dict[str, Any], words: str) -> None:

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from torch import nn
 from torch.types import Device
 
-from flatout.arguments import as_exactness, as_model, as_plan, as_seconds, as_whole_number
+from flatout.arguments import as_exactness, as_function, as_model, as_plan, as_seconds, as_whole_number
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
 from flatout.infer.choosing.search import InferenceSearch, Limits, Option
@@ -195,6 +195,10 @@ def tune_inference(
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
     base = as_plan(plan, task)
+    if scores not in (None, True, False):
+        raise UsageError(f"scores is {scores!r}", limit="it is True, False or None")
+    if progress is not None:
+        as_function(progress, "progress", 1, limit="it is called with a line of text")
     say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
     with left_unchanged(model):
         say("running the model as it is, and in fp32")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.infer.generation.decoder import Activation, Block, Decoder, Linear, Norm
+from flatout.models.bert import BertMaskedLM
 from flatout.models.feed_forward import HUGGING_FACE_ACTIVATIONS
 from flatout.models.gpt2 import GPT2
 from flatout.models.pre_norm_block import PreNormBlock
@@ -56,9 +57,10 @@ def read_decoder(model: nn.Module) -> Decoder:
 
 def check_causal(model: nn.Module) -> None:
     """UsageError for a model in which a token sees those after it."""
-    if isinstance(model, TransformerLM) and not model.config.causal:
-        what = "the TransformerLM is not causal"
-        raise UsageError(what, limit="a next token follows from those before it", remedy="train it with causal=True")
+    if isinstance(model, BertMaskedLM) or (isinstance(model, TransformerLM) and not model.config.causal):
+        what = f"the {type(model).__name__} is not causal"
+        remedy = "train a TransformerLM with causal=True"
+        raise UsageError(what, limit="a next token follows from those before it", remedy=remedy)
 
 
 def _own(model: GPT2 | TransformerLM) -> Decoder:

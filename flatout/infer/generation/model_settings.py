@@ -58,8 +58,6 @@ _HANDLED = frozenset(
         *("repetition_penalty", "no_repeat_ngram_size", "max_new_tokens", "max_length", "stop_strings"),
     }
 )
-_ONLY_ENCODERS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
-"""Refused for encoder-decoders; other models have no source that they could be about."""
 _ONLY_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 """Refused where tokens are drawn; a greedy text does not depend on them."""
 _DEFAULT_TOP_K = 50
@@ -110,7 +108,7 @@ def read_settings(model: object, given: Mapping[str, object], *, encodes: bool =
     temperature = given.get("temperature")
     greedy = not value("do_sample") if temperature is None else isinstance(temperature, int | float) and not temperature
     sampled = not greedy
-    _refuse_others(config, value, sampled, encodes)
+    _refuse_others(config, value, sampled)
     ngram = value("no_repeat_ngram_size")
     sampling = {"repetition_penalty": value("repetition_penalty"), "no_repeat_ngram": ngram}
     if sampled:
@@ -165,13 +163,13 @@ def _most_in_all(config: object) -> int | None:
     return None if found == getattr(type(config)(), "max_length", None) else found
 
 
-def _refuse_others(config: object, value: _Read, sampled: bool, encodes: bool) -> None:
+def _refuse_others(config: object, value: _Read, sampled: bool) -> None:
     """Settings that transformers would apply and Flatout does not. Entries unknown to transformers have no effect."""
     known = set(vars(type(config)())) | {"num_beams", "penalty_alpha", "guidance_scale"}
     for name in sorted(set(vars(config)) & known):
         if name.startswith("_") or name in _HANDLED or name in _WITHOUT_EFFECT or value(name) is None:
             continue
-        if (name in _ONLY_SAMPLING and not sampled) or (name in _ONLY_ENCODERS and not encodes):
+        if name in _ONLY_SAMPLING and not sampled:
             continue
         if name == "penalty_alpha" and (sampled or (value("top_k") or _DEFAULT_TOP_K) <= 1):
             continue  # contrastive search is neither drawing nor looking at one candidate

@@ -135,9 +135,14 @@ def _by_own_forward(model: nn.Module, plan: Plan, why: str) -> tuple[Engine, str
         what = "its decoder; each source is encoded once" if steps.encodes else "its state after each token"
         return steps, f"the model's own forward pass, by {what}"
     texts = WholeTexts(run)
+    if texts.sees_later and hasattr(model, "can_generate"):  # of transformers
+        limit = "a next token follows from those before it; a masked or permuted language model is asked in other ways"
+        remedy = "use the family's causal class (of BERT, BertLMHeadModel with is_decoder=True), or its own generate()"
+        raise UsageError(f"the {type(model).__name__}'s tokens see those after them", limit=limit, remedy=remedy)
     reason = f"the model's own forward pass over the whole text for each token, without a cache, because {why}"
     reason += f" ({no_state})" if no_state else ""
     reason += "; its own generate() has a cache" if run.from_transformers else ""
+    reason += "; its tokens see those after them, as of a masked language model" if texts.sees_later else ""
     if not texts.repeats:
         reason += "; it gives two results for one text (it draws random numbers or keeps state between calls), so the "
         reason += "same text may not come again"

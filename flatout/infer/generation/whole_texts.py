@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
-from flatout.infer.generation.own_forward import OwnForward, difference, logits_of
+from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
 from flatout.infer.generation.share import UncountedWork
 from flatout.infer.prediction.calling import forward_parameters
 
@@ -21,6 +22,8 @@ LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""
 PADDING = 0
 """A valid id: padding is not read."""
+TOKENS, CUT = 6, 3
+"""Of the text on which a model shows whether its tokens see later ones, and how many are read without those."""
 
 
 class WholeTexts:
@@ -39,6 +42,8 @@ class WholeTexts:
         self.vocabulary = first.shape[-1]
         self.repeats = not difference(self.logits(one), first) > run.closeness
         """Whether a text has the same logits twice."""
+        self.sees_later = self.repeats and self._sees_later()
+        """Whether a token's logits depend on the tokens after it."""
 
     def passes(self, slots: int, length: int) -> WholeTextPasses:
         """Passes over `slots` texts of one run, of any length."""
@@ -53,6 +58,17 @@ class WholeTexts:
         named: dict[str, object] = {**self._no_cache, "logits_to_keep": places, "attention_mask": mask}
         found = self.run(tokens, **{name: one for name, one in named.items() if one is not None})
         return logits_of(found, tokens, self.run.model, None if places is None else len(places))
+
+    def _sees_later(self) -> bool:
+        if self.max_tokens is not None and self.max_tokens < TOKENS:
+            return False
+        tokens = trial_tokens(self.run.model, self.vocabulary, TOKENS).to(self.device)[None]
+        try:
+            without, logits = self.logits(tokens[:, :CUT]).clone(), self.logits(tokens)
+        except UsageError:  # it takes other ids or lengths: its texts will say so
+            return False
+        every = without.shape[1] == CUT and logits.shape[1] == TOKENS
+        return every and difference(logits[:, :CUT], without) > self.run.closeness
 
 
 class WholeTextPasses:

@@ -69,6 +69,8 @@ def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
     kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
     here = torch.device("cpu") if first is None else first.device
     target = here if device is None else as_device(device)
+    if target.type == "meta":
+        raise UsageError("device is 'meta'", limit="predict computes with values", remedy="name another, such as 'cpu'")
     check_bits(plan, target)
     channels_last = plan.memory_format == "channels_last"
 

@@ -278,6 +278,8 @@ def bad() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"plan": "bf16"}, "plan is 'bf16'"
     yield {"max_error": -1}, "max_error is -1"
     yield {"task": "generate"}, "the Mlp gives torch.float32"
+    yield {"scores": "classes"}, "scores is 'classes'; it is True, False or None"
+    yield {"progress": 3}, "progress is 3; it is called with a line of text"
 
 
 @pytest.mark.parametrize(("changed", "said"), list(bad()))

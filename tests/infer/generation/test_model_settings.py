@@ -243,6 +243,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"force_words_ids": [[3]]}, "force_words_ids"),
     ({"watermarking_config": {"bias": 2.0}}, "watermarking_config"),
     ({"do_sample": True, "typical_p": 0.8}, "typical_p = 0.8"),
+    ({"encoder_repetition_penalty": 1.2}, "encoder_repetition_penalty = 1.2"),  # of a decoder: about its prompt
+    ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size = 2"),
     ({"do_sample": True, "epsilon_cutoff": 0.01}, "epsilon_cutoff = 0.01"),
     ({"do_sample": True, "eta_cutoff": 0.01}, "eta_cutoff = 0.01"),
     ({"do_sample": True, "top_h": 0.4}, "top_h = 0.4"),

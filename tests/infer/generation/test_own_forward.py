@@ -13,7 +13,7 @@ from flatout.errors import PlanError, UsageError
 from flatout.infer.generation import whole_texts
 from flatout.infer.generation.own_forward import FULL_CLOSENESS, HALF_CLOSENESS, OwnForward, longest_text
 from flatout.infer.generation.token_generator import TokenGenerator
-from flatout.models import Bert, BertConfig, RecurrentClassifier, RecurrentClassifierConfig
+from flatout.models import Bert, BertConfig, BertMaskedLM, RecurrentClassifier, RecurrentClassifierConfig
 from flatout.plan import Plan
 from tests.infer.generation.tiny import greedy, model, prompts
 
@@ -254,6 +254,33 @@ def test_a_model_of_transformers_without_a_fast_path() -> None:
     assert flatout.generate(network, texts[:1], max_new_tokens=4, repetition_penalty=1.0).tokens == [
         greedy(network, texts[0], 4)
     ]
+
+
+@pytest.mark.parametrize("family", ["BERT", "XLNet"])
+def test_a_model_of_transformers_whose_tokens_see_later_ones_is_refused(family: str) -> None:
+    """Its own `generate` asks it in another way, or it has none."""
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"vocab_size": SIZE, "initializer_range": 0.5}
+    if family == "BERT":
+        sizes |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        network = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    else:
+        network = transformers.XLNetLMHeadModel(
+            transformers.XLNetConfig(d_model=16, n_layer=1, n_head=2, d_inner=16, **sizes)
+        )
+    with pytest.raises(UsageError, match="tokens see those after them"):
+        flatout.generate(network, PROMPTS, max_new_tokens=2)
+
+
+def test_a_masked_language_model_is_refused() -> None:
+    network = BertMaskedLM(BertConfig(vocab_size=8, max_tokens=8, width=8, heads=2, layers=1))
+    with pytest.raises(UsageError, match="BertMaskedLM is not causal"):
+        flatout.generate(network, [[1]])
+
+
+def test_another_model_whose_tokens_see_later_ones_says_so() -> None:
+    assert "tokens see those after them" in TokenGenerator(SeesAll()).engine_reason
+    assert "see those after" not in TokenGenerator(Causal()).engine_reason
 
 
 def test_products_in_fewer_bits_may_differ_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,10 @@ def test_models_that_are_hard_to_copy() -> None:
     torch.testing.assert_close(found, normed(torch.ones(5, 3)).detach())
     with pytest.raises(UsageError, match=r"weights are on the meta device.*load them"):
         flatout.predict(nn.Linear(3, 2, device="meta"), torch.ones(5, 3), device="cpu")
+    with pytest.raises(UsageError, match="device is 'meta'; predict computes with values"):
+        flatout.predict(nn.Linear(3, 2), torch.ones(5, 3), device="meta")
+    with pytest.raises(UsageError, match="device is 'mtia'; torch sees cpu"):
+        flatout.predict(nn.Linear(3, 2), torch.ones(5, 3), device="mtia")
 
 
 def test_what_was_made_in_inference_mode_works_outside_of_it() -> None:

@@ -86,7 +86,9 @@ def test_lines_and_texts(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("a.csv", b"", "they end in .npy"),
-        ("none.npy", None, "cannot read"),
+        ("none.npy", None, "cannot read .*No such file"),
+        ("none.npz", None, "cannot read .*No such file"),
+        ("none.jsonl", None, "cannot read .*No such file"),
         ("a.npy", b"nonsense", "cannot read"),
         ("a.npy", b"", "cannot read"),
         ("a.npy", b"PK\x03\x04", "cannot read"),
