@@ -44,11 +44,17 @@ class Stream:
         """Of an iterator: what was read of it in this process."""
         self.last: tuple[int, int, int] | None = None
         """(epoch, position, checksum of the sample before it)."""
+        self._left_out: tuple[list[object], int] | None = None
+        """The samples at the end of the last pass that are no batch, being fewer than the ranks, and a seed."""
 
     @property
     def ranks(self) -> int:
         """How many ranks share each batch."""
         return self._out.ranks
+
+    def too_few_for_ranks(self) -> object | None:
+        """As of Batches, of the pass that has just ended: no sooner is it known."""
+        return None if self._left_out is None else self._collated(*self._left_out)
 
     def state_dict(self) -> StreamState:
         """Where the next batch begins."""
@@ -121,19 +127,24 @@ class Stream:
 
     def _made(self, reading: _Reading) -> Iterator[object]:
         """The batches that were made and not handed out, as a loop over them was left, and those that follow."""
+        self._left_out = None
         yield from [one.batch for one in reading.ahead]
         out = self._out
         while group := reading.take(out.batch_size):
-            if len(group) < out.least_samples:
-                return
             begin = reading.read - len(group)
+            if len(group) < out.least_samples:
+                self._left_out = None if out.drop_last else (group, epoch_seed(reading.seed, begin + 1))
+                return
             start, stop = share_of_rank(0, len(group), out.rank, out.ranks)
             found = checksum(group[-1])  # before the collate function, which may change its samples
-            with generators_kept():
-                seed_generators(epoch_seed(reading.seed, begin + start + 1))
-                batch = self._collate(group[start:stop])
+            batch = self._collated(group[start:stop], epoch_seed(reading.seed, begin + start + 1))
             reading.ahead.append(_Made(samples=len(group), checksum=found, batch=batch))
             yield batch
+
+    def _collated(self, samples: list[object], seed: int) -> object:
+        with generators_kept():
+            seed_generators(seed)
+            return self._collate(samples)
 
 
 @dataclass(frozen=True, kw_only=True)

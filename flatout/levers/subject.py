@@ -159,8 +159,10 @@ class Subject:
                 self._checkpointed.add(module)
         elif module not in self._checkpointed or not is_recomputation():
             return function()
-        if not self._is_as_in_training(module):
-            return function()
+        return self.wrapped(module, function) if self._is_as_in_training(module) else function()
+
+    def wrapped(self, module: Module, function: Callable[[], object]) -> object:
+        """Run a module call inside the levers' wrappers."""
         for wrapper in self.wrappers:
             function = functools.partial(wrapper, module, function)
         return function()

@@ -30,6 +30,9 @@ from flatout.torch_private.dispatch import disable_current_modes
 if TYPE_CHECKING:
     from flatout.plan import Plan
 
+_NOT_ON_PARTS = ("Adafactor", "Rprop")
+"""Optimizers of torch whose operations its DTensors lack."""
+
 
 def sharded_by_user(model: torch.nn.Module) -> Strategy | None:
     """None: it was not given to fully_shard.
@@ -95,7 +98,10 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     the parts stay in the host's memory, and the model may be there too when it is given.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
+    _check_optimizer(optimizer)
     _check_shardable(before)
+    blocks = _separate_blocks(model)
+    _check_dtypes(model, blocks)
     device = next(iter(before.values())).device.type
     offload = OffloadPolicy()
     if plan.fsdp_cpu_offload:
@@ -110,7 +116,7 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     inside = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=gathered and torch.float32)
     outside = replace(inside, output_dtype=gathered and torch.float32)
     again = False if plan.fsdp_keep_gathered else None  # None: torch's default, which gathers blocks twice
-    for block in _separate_blocks(model):
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=inside, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=outside, offload_policy=offload, reshard_after_forward=again)
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -133,6 +139,8 @@ def _check_shardable(parameters: Mapping[str, Tensor]) -> None:
             what, remedy = "is not contiguous in memory", "make it so: model.to(memory_format=torch.contiguous_format)"
             if one.ndim not in (4, 5):
                 remedy = "make it so: torch.nn.Parameter(values.contiguous())"
+        elif one._backward_hooks or one._post_accumulate_grad_hooks:
+            what, remedy = "has hooks on its gradient, which its parts would not have", "remove them"
         else:
             continue
         raise UsageError(
@@ -140,6 +148,35 @@ def _check_shardable(parameters: Mapping[str, Tensor]) -> None:
             limit="torch's FSDP2 cuts each parameter along its first dimension",
             remedy=f"{remedy}; or use parallel = 'ddp'",
         )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    kind = next((name for name in _NOT_ON_PARTS if isinstance(optimizer, getattr(torch.optim, name))), None)
+    if kind is not None:
+        raise UsageError(
+            f"the optimizer is {type(optimizer).__name__}, and parallel is 'fsdp'",
+            limit=f"torch's {kind} does not update parameters of which a rank has a part (DTensors)",
+            remedy="use another, such as AdamW, or parallel = 'zero1'",
+        )
+
+
+def _check_dtypes(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
+    """UsageError where parameters that are gathered together, a block's or those of the rest, differ in dtype."""
+    names = {id(one): name for name, one in model.named_parameters()}
+    apart = {id(one) for block in blocks for one in block.parameters()}
+    rest = [one for one in model.parameters() if id(one) not in apart]
+    for together in (*(block.parameters() for block in blocks), rest):
+        first_of: dict[torch.dtype, str] = {}
+        for one in together:
+            if one.requires_grad:
+                first_of.setdefault(one.dtype, names[id(one)])
+        if len(first_of) > 1:
+            listed = " and ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in first_of.items())
+            raise UsageError(
+                f"{listed}, and parallel is 'fsdp'",
+                limit="torch's FSDP2 gathers a block's parameters together, and those around the blocks, in one dtype",
+                remedy="make them alike, as model.float() does; or use parallel = 'ddp' or 'zero1'",
+            )
 
 
 def _separate_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

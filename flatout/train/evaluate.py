@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from flatout.arguments import as_iterable, as_metrics, as_model, as_plan, described, wrong
 from flatout.data.batches import Batches, whole_epoch
 from flatout.data.nested import batch_length, to_device
+from flatout.data.stream import Stream
 from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
@@ -67,7 +68,7 @@ def evaluate(
     remedy = "pass flatout.batches(data, 64, shuffle=False), or [batch]"
     as_iterable(data, "data", limit="it is an iterable of batches", remedy=remedy)
     totals = _Totals()
-    shared = isinstance(data, Batches) and data.ranks > 1
+    shared = isinstance(data, Batches | Stream) and data.ranks > 1
     rest = data.too_few_for_ranks() if isinstance(data, Batches) and shared else None
     home = _only_device(model)
     with contextlib.ExitStack() as around:
@@ -94,6 +95,8 @@ def evaluate(
             alive()
         if lengths is not None:
             lengths.check(ended=True)
+        if shared and isinstance(data, Stream):  # its end is known now
+            rest = data.too_few_for_ranks()
         if rest is not None:  # every rank calls the model, because that may be a collective; one of them counts it
             batch = rest if home is None else to_device(rest, home)
             found = _measured(model, batch, metrics)

@@ -502,8 +502,8 @@ class TrainStep:
 
         self._update.scale(torch.zeros((), device=self.device))  # so that every rank's scaler has a scale
 
-        def forward(part: object) -> object:
-            with torch.no_grad(), calls_wrapped(self.model, self._subject.call):
+        def forward(part: object) -> object:  # in the precision of the step, which levers leave alone without gradients
+            with torch.no_grad(), calls_wrapped(self.model, self._subject.wrapped):
                 return self.loss_fn(self.model, part)
 
         pipeline.run(parts, lambda i: self._update.scale(sums.share(i, parts[i], self._loss(parts[i]))), forward)
@@ -630,10 +630,11 @@ class TrainStep:
         elif self._strategy.calls_are_collective:
             obstacle = "each pass exchanges tensors with the other ranks"
         if obstacle is not None:
+            later = "" if self._strategy.calls_are_collective else ": parts before the last can be tried again"
             raise MachineError(
                 "out of memory on one rank",
                 limit=f"it cannot start its share of a step again alone: {obstacle}",
-                remedy="use a smaller batch or a larger micro_batches: parts before the last can be tried again",
+                remedy=f"use a smaller batch or a larger micro_batches{later}",
             ) from error
 
     def _split_further(self, batch: object) -> None:

@@ -249,3 +249,88 @@ leave()
 def test_a_model_and_an_optimizer_that_nobody_uses_any_more_are_freed(run_ranks: RunRanks) -> None:
     for code, said, errors in run_ranks(FORGOTTEN, 2):
         assert (code, said) == (0, "[True, True]\n"), errors
+
+
+HIDDEN = (
+    MODELS
+    + """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+    def forward(self, x):
+        return torch.tanh(self.inner(x))
+class Model(nn.Module):  # under autocast what its blocks pass on is in 16 bits
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Block() for _ in range(4)), nn.Linear(6, 1)
+    def forward(self, x):
+        return self.last(self.blocks[3](self.blocks[2](self.blocks[1](self.blocks[0](x)))))
+def stepped(loss_fn, plan):
+    torch.manual_seed(0)
+    model = Model()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, plan)
+    return lambda batch: float(step(batch))
+batch = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
+"""
+)
+
+PRECISIONS = (
+    HIDDEN
+    + """
+for precision in (None, "bf16", "fp16"):
+    plan = Plan(parallel="pipeline" if ranks > 1 else None, micro_batches=2, precision=precision)
+    step = stepped(lambda model, batch: model(batch).square().mean(), plan)
+    print(*[step(batch) for _ in range(3)])
+leave()
+"""
+)
+
+
+def test_stages_pass_on_what_they_compute_in_the_precision_of_the_plan(run_ranks: RunRanks) -> None:
+    [alone] = run_ranks(PRECISIONS, 1)
+    split = run_ranks(PRECISIONS, 2)
+    assert [code for code, _, _ in (alone, *split)] == [0] * 3, (alone, split)
+    expected = [float(word) for word in alone[1].split()]
+    for _, printed, _ in split:
+        assert [float(word) for word in printed.split()] == pytest.approx(expected, rel=1e-6)
+
+
+FAILING = (
+    HIDDEN
+    + """
+def trimmed(model, batch):
+    return model(batch[:, : int(batch.any(-1).any(0).sum())]).square().mean()
+def broken(model, batch):
+    if torch.is_grad_enabled():  # not in the passes before the first step
+        raise LookupError("of the loss itself")
+    return model(batch).square().mean()
+def too_large(model, batch):
+    if torch.is_grad_enabled():
+        raise torch.OutOfMemoryError("a part does not fit")
+    return model(batch).square().mean()
+batch[2:, 3:] = 0  # the second part of the batch is padded more than the first
+try:
+    stepped(globals()[sys.argv[4]], Plan(parallel="pipeline", micro_batches=2))(batch)
+except (FlatoutError, LookupError) as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+)
+
+
+def test_parts_of_other_shapes_than_the_first_are_an_error(run_ranks: RunRanks) -> None:
+    printed = run_ranks(FAILING, 2, "trimmed")[0][1]
+    assert "UsageError a part of a batch is passed on between stages with shape [2, 3, 6]" in printed
+    assert "with shape [2, 5, 6]" in printed
+    assert "fsdp" in printed
+
+
+def test_an_error_of_the_loss_is_raised_as_it_is(run_ranks: RunRanks) -> None:
+    assert run_ranks(FAILING, 2, "broken")[0][1].startswith("LookupError of the loss itself")
+
+
+def test_a_part_that_does_not_fit_is_said_to_be_one(run_ranks: RunRanks) -> None:
+    printed = run_ranks(FAILING, 2, "too_large")[0][1]
+    assert printed.startswith("MachineError out of memory on one rank; it cannot start its share of a step again alone")
+    assert printed.endswith("use a smaller batch or a larger micro_batches\n")

@@ -404,3 +404,41 @@ def test_an_evaluation_of_different_lengths_is_refused_where_every_rank_takes_pa
         assert figures == "['loss']"
         assert after.startswith("some ranks have no batch after 2, and others have one")
         assert at_once.startswith("some ranks have no batch after 0, and others have one")
+
+
+NOT_SHARDED = """
+from flatout import Plan, TrainStep
+from flatout.errors import UsageError
+def refused(model, kind):
+    try:
+        TrainStep(model, kind(model.parameters(), 0.1), lambda model, batch: model(batch).sum(), Plan(parallel="fsdp"))
+    except UsageError as error:
+        print(error)
+blocks = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)]
+refused(nn.Sequential(*blocks), torch.optim.Adafactor)
+refused(nn.Sequential(*blocks), torch.optim.Rprop)
+blocks[1][0].double()
+refused(nn.Sequential(*blocks), torch.optim.SGD)
+blocks[1][0].float().requires_grad_(False)
+refused(nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 2).double()), torch.optim.SGD)
+blocks[0][1].bias.register_hook(lambda gradient: gradient / 2)
+refused(nn.Sequential(*blocks), torch.optim.SGD)
+blocks[0][1].bias = nn.Parameter(torch.zeros(4))
+blocks[2][0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+refused(nn.Sequential(*blocks), torch.optim.SGD)
+leave()
+"""
+
+
+def test_what_fsdp_cannot_train_is_refused_before_it_is_sharded(run_ranks: RunRanks) -> None:
+    for code, said, errors in run_ranks(NOT_SHARDED, 2):
+        assert code == 0, errors
+        adafactor, rprop, inside, around, *hooks = said.splitlines()
+        assert adafactor.startswith("the optimizer is Adafactor, and parallel is 'fsdp'; torch's Adafactor does not")
+        assert rprop.startswith("the optimizer is Rprop")
+        assert inside.startswith("1.0.weight is float64 and 1.1.weight is float32, and parallel is 'fsdp'")
+        assert around.startswith("0.weight is float32 and 4.weight is float64, and parallel is 'fsdp'")
+        assert [one.partition(",")[0] for one in hooks] == [
+            "the parameter 0.1.bias has hooks on its gradient",
+            "the parameter 2.0.weight has hooks on its gradient",
+        ]

@@ -116,3 +116,31 @@ leave()
 
 def test_what_ranks_do_apart_is_said(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(LONE, 2, tmp_path / "out") == [(0, "", "")] * 2
+
+
+STREAMED = """
+from flatout import Plan, TrainStep, batches, evaluate, supervised
+class Rows(torch.utils.data.IterableDataset):
+    def __init__(self, count):
+        numbers = torch.Generator().manual_seed(1)
+        self.rows = torch.randn(count, 3, generator=numbers), torch.randint(0, 2, (count,), generator=numbers)
+    def __iter__(self):
+        return zip(*self.rows)
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+plan = Plan(parallel="ddp")
+step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), plan)
+for count in (8, 11, 13):  # the last batch of 4: whole, of 3 samples, and of one, which is fewer than the ranks
+    for data in (Rows(count), iter(Rows(count))):
+        print(evaluate(step, batches(data, 4, plan))["loss"])
+leave()
+"""
+
+
+def test_a_stream_is_evaluated_as_a_whole_on_every_rank(run_ranks: Any) -> None:
+    [(code, alone, errors)] = run_ranks(STREAMED, 1)
+    assert code == 0, errors
+    expected = [float(line) for line in alone.splitlines()]
+    for code, found, errors in run_ranks(STREAMED, 2):
+        assert code == 0, errors
+        assert [float(line) for line in found.splitlines()] == pytest.approx(expected, rel=1e-6)

@@ -161,7 +161,9 @@ class Pipeline:
         self._stream = OwnStream(self._across)
         self._same_batch = SameBatch(self._across, "pipeline")
         self._own_state: OwnState | None = None
-        self._schedules: dict[object, Schedule1F1B] = {}
+        self._schedules: dict[object, tuple[Schedule1F1B, Tensor]] = {}
+        self._passed_on: Tensor | None = None
+        """A tensor like those that stages pass on in the step that is under way."""
         self._share: Callable[[int], Tensor] | None = None
         self._figures: list[str] | None = None
         """The names of what loss_fn returns besides the loss; None before the first step."""
@@ -194,7 +196,7 @@ class Pipeline:
         try:
             if self._own_state is None:
                 self._place(lambda: forward(parts[0]))
-            schedule = self._schedule(parts, forward)
+            schedule, self._passed_on = self._schedule(parts, forward)
             self._share = share
             self._stream.begin(self._device)
             count = len(parts)
@@ -202,8 +204,12 @@ class Pipeline:
             first = (torch.zeros(count, device=self._device),) if self._across.rank == 0 else ()
             target = numbers if self._across.rank == self._across.count - 1 else None
             schedule.step(*first, part=numbers, target=target, return_outputs=False)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # what loss_fn or a check here raised; torch's own words say nothing of it
         finally:
-            self._share = None
+            self._share = self._passed_on = None
             self._stream.end()
             self._stages.in_step = False
 
@@ -267,8 +273,9 @@ class Pipeline:
         _OWN_STATES[self._optimizer] = weakref.ref(self._own_state)
         self._own_state.drop()
 
-    def _schedule(self, parts: Sequence[object], forward: Callable[[object], object]) -> Schedule1F1B:
-        """torch's schedules are of one number of parts and one shape: there is one for each."""
+    def _schedule(self, parts: Sequence[object], forward: Callable[[object], object]) -> tuple[Schedule1F1B, Tensor]:
+        """torch's schedules are of one number of parts and one shape: there is one for each, with a tensor like those
+        that its stages pass on."""
         key = (len(parts), tuple((path, tuple(one.shape)) for path, one in tensors_in(parts[0], "")))
         if key not in self._schedules:
             rank, last = self._across.rank, self._across.count - 1
@@ -283,7 +290,8 @@ class Pipeline:
                 output_args=(hidden if rank < last else torch.empty((), device=self._device, requires_grad=True),),
                 group=self._across.group,
             )
-            self._schedules[key] = Schedule1F1B(stage, len(parts), loss_fn=lambda loss, _: loss, scale_grads=False)
+            schedule = Schedule1F1B(stage, len(parts), loss_fn=lambda loss, _: loss, scale_grads=False)
+            self._schedules[key] = schedule, hidden
         return self._schedules[key]
 
     def _hidden(self, forward: Callable[[], Any]) -> tuple[tuple[int, ...], torch.dtype]:
@@ -305,6 +313,7 @@ class Pipeline:
     def _run_part(self, hidden: Tensor, number: int) -> Tensor:
         share, begins, rank = self._share, self._stages.begins, self._across.rank
         assert share is not None, "a step is under way"
+        assert self._passed_on is not None, "its schedule is known"
         received = hidden if rank else None
         out = self._stages.chain.stage(lambda: share(number), begins[rank], begins[rank + 1], received)
         if not out.requires_grad:
@@ -313,10 +322,23 @@ class Pipeline:
                 limit="parallel = 'pipeline' sends gradients through every stage",
                 remedy="freeze fewer blocks, use fewer ranks, or parallel = 'fsdp'",
             )
+        if rank < self._across.count - 1:
+            _check_passed_on(out, self._passed_on)
         return out.contiguous()
 
     def _cuda(self) -> list[torch.device]:
         return [self._device] if self._device.type == "cuda" else []
+
+
+def _check_passed_on(out: Tensor, expected: Tensor) -> None:
+    """The next stage would read its bytes as those of another shape or dtype, without an error where they are fewer."""
+    if (out.shape, out.dtype) != (expected.shape, expected.dtype):
+        found, before = (f"shape {list(one.shape)} and dtype {str(one.dtype)[6:]}" for one in (out, expected))
+        raise UsageError(
+            f"a part of a batch is passed on between stages with {found}",
+            limit=f"parts of equal shapes were passed on with {before} before",
+            remedy="let the model's shapes follow from those of the batch, not from its values; or parallel = 'fsdp'",
+        )
 
 
 _OWNERSHIP = "ownership_of_parameters"

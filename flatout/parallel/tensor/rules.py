@@ -108,7 +108,7 @@ RULES: dict[str, Rule] = {
 }
 """By the full name of the class, so that nothing is imported to find out."""
 
-KNOWN = " GPT2, Bert, TransformerLM and Seq2SeqTransformer of flatout.models; GPT-2, Llama and BERT of transformers"
+KNOWN = "GPT2, Bert, TransformerLM and Seq2SeqTransformer of flatout.models; GPT-2, Llama and BERT of transformers"
 """What they add up to, for messages."""
 
 

@@ -76,7 +76,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}, and parallel is 'tensor'",
             limit=f"it updates parts of matrices: it has to treat each weight by itself, as {', '.join(_ELEMENTWISE)}",
-            remedy="use one of these, or parallel = 'fsdp'",
+            remedy="use one of these, or parallel = 'zero1'",
         )
 
 
