@@ -195,7 +195,8 @@ def _judge(ordered: Sequence[float], trim: int | None, pairs: int, least_gain: f
     low, high = (0.0, math.inf) if trim is None else (math.exp(ordered[trim]), math.exp(ordered[-1 - trim]))
     verdict, reason = _verdict(low, high, least_gain)
     if trim is None:
-        reason = f"{pairs} samples are too few for {confidence:.0%} confidence"
+        counted = "1 sample is" if pairs == 1 else f"{pairs} samples are"
+        reason = f"{counted} too few for {confidence:.0%} confidence"
     return Comparison(
         ratio=ratio, low=low, high=high, confidence=confidence, pairs=pairs, verdict=verdict, reason=reason
     )

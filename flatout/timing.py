@@ -44,8 +44,8 @@ class Measurement:
     """Seconds per call with the evidence: every sample, the warm-up, the machine, and what makes it doubtful."""
 
     name: str
-    samples_seconds: tuple[float, ...]
-    warmup_seconds: tuple[float, ...] = ()
+    samples_seconds: tuple[float, ...] = field(repr=False)  # there may be a thousand
+    warmup_seconds: tuple[float, ...] = field(default=(), repr=False)
     calls_per_sample: int = 1  # a sample is the mean of that many calls
     machine_fingerprint: str | None = None
     contended: bool | None = None  # whether others competed for the processor; None: it was not watched
@@ -58,6 +58,13 @@ class Measurement:
     @property
     def iqr_seconds(self) -> float:
         return iqr(self.samples_seconds)
+
+    def __str__(self) -> str:
+        """What `print` shows: the same as in a notebook."""
+        interval = self.interval_seconds
+        known = "" if interval is None else f" (95 % interval {' to '.join(map(format_seconds, interval))})"
+        spread = f"middle half within {format_seconds(self.iqr_seconds)}, n = {len(self.samples_seconds)}"
+        return "\n".join([f"{self.name}: {format_seconds(self.median_seconds)}{known}, {spread}", *self.warnings])
 
     def _repr_html_(self) -> str:
         """In a notebook: the median, the spread, and what makes it doubtful."""

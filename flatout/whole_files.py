@@ -64,6 +64,16 @@ def can_be_written(path: Path) -> bool:
     return os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
+def write_obstacle(path: Path) -> str:
+    """Why no file can be written there; '' where one can."""
+    if can_be_written(path):
+        return ""
+    if os.path.isdir(path):
+        return f"{path} is a folder"
+    folder = os.path.dirname(os.path.realpath(path))
+    return f"{folder} takes no file" if os.path.isdir(folder) else f"there is no folder {folder}"
+
+
 @contextlib.contextmanager
 def errors_named(path: Path, remedy: str = "") -> Iterator[None]:
     """What the file system refuses is a UsageError that names the file."""

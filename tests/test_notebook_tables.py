@@ -42,6 +42,15 @@ def test_a_machine_and_a_measurement() -> None:
     assert "too few samples" in html
 
 
+def test_a_measurement_of_many_samples_is_short_in_a_console() -> None:
+    found = flatout.Measurement(name="step", samples_seconds=(0.01, 0.012) * 500, warnings=("contended",))
+    expected = "step: 11 ms (95 % interval 10 ms to 12 ms), middle half within 2 ms, n = 1000\ncontended"
+    assert str(found) == expected
+    assert len(repr(found)) < 200
+    ran = RunResult(status=0, steps=40, measurement=found, peak_resident_bytes=None, document=RUN)
+    assert len(repr(ran)) < 500
+
+
 SHOWN_AS_TEXT = [
     "BatchCurve",
     "CheckResult",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class RunResult:
     not_applied: tuple[NotApplied, ...] = ()
     notes: tuple[str, ...] = ()
     """What was said of the plan as a whole, such as that flatout.toml is for another script."""
-    document: Document | None = None
+    document: Document | None = field(default=None, repr=False)
     """All that `flatout run` writes to flatout-run.json."""
     stdout: str | None = None
     """With capture_output."""

@@ -60,7 +60,7 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
         with TrialProcess(setup, label="whatif") as trial:
             try:
                 progress(f"starting {request.target.name}")
-                trial.start(request.patience_seconds)
+                trial.start_within(request.patience_seconds)
                 progress("following one step")
                 step = trial.operators(choices)
                 check_precision(request, step)
@@ -75,7 +75,10 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
             remedy="let it choose its device by torch.cuda.is_available(), which whatif answers with False",
         )
     notes = ["waiting for data, copies to the GPU and evaluation are not included"]
-    notes.append("memory: the script's tensors, on this CPU; a GPU also holds torch's context and kernels' workspaces")
+    notes.append(
+        "memory: all tensors of the script on this CPU, with a data set that is held in tensors; a GPU also holds "
+        "torch's context and kernels' workspaces"
+    )
     notes += [f"{name} could not be applied: {why}" for name, why in step.rolled_back.items()]
     if step.fault:
         notes.append(f"not the whole step was followed: {step.fault}")

@@ -86,10 +86,10 @@ def profile(
     """Show where the time of a training step goes, and how far it is from what this machine can do.
 
     The script runs as a trial that changes none of your files: a few steps are timed as they are, one is followed
-    operator by operator, a few run under torch's profiler; then it is stopped. A script with fewer steps is started a
-    second time and profiled on what there is. Processes that it starts to train in (mp.spawn, torchrun) are profiled
-    each by itself, and shown side by side. Exit code: 0 done; the script's own if it fails; 128 + the signal's
-    number if a signal kills it; 1 if it takes too few steps within --patience.
+    operator by operator, a few run under torch's profiler; then it is stopped. A script that succeeds with fewer
+    steps is started a second time and profiled on what there is. Processes that it starts to train in (mp.spawn,
+    torchrun) are profiled each by itself, and shown side by side. Exit code: 0 done; the script's own if it fails;
+    128 + the signal's number if a signal kills it; 1 if it takes too few steps within --patience.
     """
     from flatout.application.profile import profile_script
     from flatout.machine.visible_devices import show_only
@@ -111,8 +111,8 @@ def profile(
     else:
         sharing = Settings(batch=batch or "global", loss=loss, allow_local_batchnorm=allow_local_batchnorm)
         watching = _on_devices(devices, device, sharing, isolation=isolation, allow_network=allow_network)
-    with TemporaryDirectory(prefix="flatout-profile-") as folder:
-        with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
+    with signals_as_exits(), TemporaryDirectory(prefix="flatout-profile-") as folder:
+        with progress_line() as progress, stdin_copy() as stdin_file:
             request = ProfileRequest(
                 target=script,
                 steps=steps,

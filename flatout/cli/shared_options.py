@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flatout.errors import UsageError
-from flatout.whole_files import can_be_written
+from flatout.whole_files import write_obstacle
 
 if TYPE_CHECKING:
     from flatout.plan import Plan
@@ -58,11 +58,8 @@ def plan_with(path: Path | None, **choices: ChoiceValue | None) -> Plan:
 
 def check_place(out: Path) -> None:
     """UsageError for a file that cannot be written there: minutes of work must not end in that."""
-    if not can_be_written(out):
-        folder = out.absolute().parent
-        what = f"{folder} takes no file" if folder.is_dir() else f"there is no folder {folder}"
-        what = f"{out} is a folder" if out.is_dir() else what
-        raise UsageError(what, limit="results are written to a file", remedy="name another with --out")
+    if why := write_obstacle(out):
+        raise UsageError(why, limit="results are written to a file", remedy="name another with --out")
 
 
 def check_no_input(out: Path, inputs: Iterable[Path], what: str) -> None:

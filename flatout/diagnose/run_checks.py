@@ -7,7 +7,7 @@ from flatout.diagnose.facts import Facts
 
 
 @check(
-    means="No optimizer stepped and no backward pass was followed by a change of weights in this process.",
+    means="No optimizer stepped and no backward pass was followed by a change of weights in the main thread.",
     needs="a run that ended, or a profile's patience that ran out",
     if_wrong="the training happens where Flatout does not look, and everything else in the report is missing",
     always_note=True,
@@ -17,9 +17,10 @@ def no_step(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title="no training step was found",
-        evidence="no optimizer stepped and no backward pass was followed by a change of weights in this process",
+        evidence="no optimizer stepped and no backward pass was followed by a change of weights in the main thread of "
+        "this process",
         remedy="if training happens where Flatout does not follow, as on other machines or in processes that make no "
-        "optimizer, run Flatout there; training with gradients of torch.func is not followed",
+        "optimizer, run Flatout there; training in another thread or with gradients of torch.func is not followed",
     )
 
 

@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from flatout.arguments import as_device
+from flatout.arguments import as_device, described
 from flatout.errors import UsageError, said_by
 from flatout.infer.user_lines import user_line
 
@@ -55,7 +55,7 @@ def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, object]
     """
     target = None if device is None else as_device(device, "--device")
     folder = Path(spec)
-    model, inputs = _from_hugging_face(folder) if folder.is_dir() else _made(load_object(spec, "model"), spec)
+    model, inputs = _from_hugging_face(folder) if spec and folder.is_dir() else _made(load_object(spec, "model"), spec)
     return (model if target is None else model.to(target)), inputs
 
 
@@ -192,7 +192,7 @@ def _made(value: object, spec: str) -> tuple[nn.Module, object]:
         value, example = value
     if not isinstance(value, nn.Module):
         limit = "it is an nn.Module, or a function that returns one or (module, example_inputs)"
-        raise UsageError(f"{spec} gives a {type(value).__name__}", limit=limit, remedy="return the module")
+        raise UsageError(f"{spec} gives {described(value)}", limit=limit, remedy="return the module")
     return value, example
 
 

@@ -75,9 +75,8 @@ class MemoryForecast(ShownAsText):
         parts = [f"{name} {format_bytes(size)}" for name, size in self.categories.items() if size]
         extra = [("rounding", self.rounding_bytes), ("cached", self.cached_bytes)]
         parts += [f"{name} {format_bytes(size)}" for name, size in extra if size]
-        where = " ".join(
-            part for part in (f"in the {self.phase}", self.module and f"of {self.module}", self.line) if part
-        )
+        places = (f"in the {self.phase}", self.module and f"of {self.module}", self.line and f"at {self.line}")
+        where = " ".join(part for part in places if part)
         batch = f"batch {self.batch_size}" if self.batch_size is not None else "this batch"
         of = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
         room = ""

@@ -1,7 +1,7 @@
 """From a holder's name to the lines of a script that make it grow or shrink; from the source alone.
 
 >>> lines_of("for x in data:\\n    seen.append(x)\\n", "seen")
-HoldingLines(grows=(2,), shrinks=())
+HoldingLines(grows=(2,), shrinks=(), renews=())
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 # fmt: off
 _GROWS = frozenset((
@@ -17,6 +18,7 @@ _GROWS = frozenset((
     "register_full_backward_hook", "register_hook", "register_buffer", "register_parameter", "add_module",
 ))
 # fmt: on
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SHRINKS = frozenset(("pop", "popleft", "popitem", "remove", "discard", "get_nowait"))
 _GROWS_FIRST_ARGUMENT = frozenset(("heappush", "insort", "insort_left", "insort_right", "setattr"))
 _SHRINKS_FIRST_ARGUMENT = frozenset(("heappop", "heapreplace", "heappushpop", "delattr"))
@@ -28,6 +30,8 @@ class HoldingLines:
 
     grows: tuple[int, ...]
     shrinks: tuple[int, ...]
+    renews: tuple[int, ...] = ()
+    """Where it is made anew or emptied outside the loop in which it grows, but not once for all: in each epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class Scope:
 def lines_of(source: str, name: str, scope: Scope | None = None) -> HoldingLines:
     """Lines that touch the variable or the attribute `name`."""
     tree: ast.AST = ast.parse(source)
+    whole = tree
     if scope is not None and scope.first_line:
         tree = _function_at(tree, scope.first_line) or tree
     guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) for inner in ast.walk(node)}
@@ -53,7 +58,39 @@ def lines_of(source: str, name: str, scope: Scope | None = None) -> HoldingLines
             shrinks.append(getattr(node, "lineno", 0))
     best = min((rank for rank, _ in ranked), default=0)
     lines = sorted({line for rank, line in ranked if rank == best})
-    return HoldingLines(tuple(lines), tuple(sorted(set(shrinks))))
+    renews = set() if best == _ASSIGNED else set(_renewing_lines(whole, tree, name))
+    return HoldingLines(tuple(lines), tuple(sorted(set(shrinks))), tuple(sorted(renews)))
+
+
+def _renewing_lines(whole: ast.AST, tree: ast.AST, name: str) -> Iterator[int]:
+    """In a loop around the one in which `name` grows, or in a function that a loop calls."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, _LOOPS)]
+    for loop in loops:
+        inner = [one for one in ast.walk(loop) if one is not loop and isinstance(one, _LOOPS)]
+        growing = [one for one in inner if any(_growing(node, name) in _SURELY for node in ast.walk(one))]
+        inside = {id(node) for one in growing for node in ast.walk(one)}
+        if growing:
+            yield from (node.lineno for node in ast.walk(loop) if id(node) not in inside and _renewing(node, name))
+    called = {_called(node) for loop in ast.walk(whole) if isinstance(loop, _LOOPS) for node in ast.walk(loop)}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name in called - {"", "__init__"}:
+            inside = {id(node) for loop in loops for node in ast.walk(loop)}
+            outside = [node for node in ast.walk(function) if id(node) not in inside]
+            # without a scope, a variable of that name that a function assigns is another one
+            yield from (node.lineno for node in outside if _renewing(node, name, attribute=tree is whole))
+
+
+def _renewing(node: ast.AST, name: str, *, attribute: bool = False) -> TypeGuard[ast.Assign | ast.Call]:
+    """attribute: only of an object."""
+    if isinstance(node, ast.Assign):
+        made = [one for one in _targets(node) if _is(one, name) and (not attribute or isinstance(one, ast.Attribute))]
+        return bool(made) and _growing(node, name) == _ASSIGNED
+    return _emptying(node, name)
+
+
+def _called(node: ast.AST) -> str:
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def refers_to_itself(source: str, line: int, name: str) -> bool:
@@ -65,6 +102,7 @@ def refers_to_itself(source: str, line: int, name: str) -> bool:
 
 
 _CERTAIN, _OF_ITSELF, _ASSIGNED = 0, 1, 2
+_SURELY = (_CERTAIN, _OF_ITSELF)
 
 
 def _growing(node: ast.AST, name: str) -> int | None:
@@ -104,7 +142,8 @@ def _shrinking(node: ast.AST, name: str) -> bool:
 
 
 def _emptying(node: ast.AST, name: str) -> bool:
-    """Counts only under an `if`, as where a buffer is full: a method that might empty it bounds nothing."""
+    """As one that shrinks it, it counts only under an `if`, as where a buffer is full: a method that might empty it
+    bounds nothing."""
     emptied = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clear"
     return emptied and _names(node.func.value, name)  # type: ignore[attr-defined]
 
@@ -118,6 +157,11 @@ def _names(node: ast.AST, name: str) -> bool:
     """Is that the variable, the attribute, or something inside it (`log["loss"]`)?"""
     while isinstance(node, ast.Subscript):
         node = node.value
+    return _is(node, name)
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    """Is that the variable or the attribute itself?"""
     return (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
 
 

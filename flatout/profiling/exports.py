@@ -15,10 +15,11 @@ from pathlib import Path
 from flatout.errors import UsageError
 from flatout.profiling.profile import OperatorRow, Profile
 from flatout.train.loggers import TensorBoardLog
-from flatout.whole_files import PRIVATE, can_be_written, errors_named, written_whole
+from flatout.whole_files import PRIVATE, errors_named, write_obstacle, written_whole
 
 TABLES = (".csv", ".json", ".txt")
 TRACES = (".json", ".json.gz")
+ELSEWHERE = "name another location, or free up space there"
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet would compute a cell that starts like this; names are the script's."""
 
@@ -35,15 +36,15 @@ def check_trace(path: Path) -> None:
 def _check(path: Path, endings: Sequence[str], what: str) -> None:
     if not path.name.endswith(tuple(endings)):
         raise UsageError(f"cannot write {what} to {path}", limit=f"its name ends with {', '.join(endings)}")
-    if not can_be_written(path):
-        raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
+    if why := write_obstacle(path):
+        raise UsageError(f"cannot write {path}", limit=why, remedy="name a file in a folder that can be written")
 
 
 def write_table(path: Path, rows: Sequence[OperatorRow]) -> None:
     """The format by the name's ending."""
     made = {".csv": _csv, ".json": _json, ".txt": _text}
     text = next(make for ending, make in made.items() if path.name.endswith(ending))(rows)
-    with errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
+    with errors_named(path, ELSEWHERE), written_whole(path, mode=PRIVATE) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a file's name may be no UTF-8
 
 
@@ -77,7 +78,7 @@ def _text(rows: Sequence[OperatorRow]) -> str:
 
 def write_trace(recorded: Path, path: Path) -> None:
     """Copy a trace (plain JSON) to where it was asked for; compressed where the name ends with .gz."""
-    with errors_named(path), written_whole(path, mode=PRIVATE) as temporary:
+    with errors_named(path, ELSEWHERE), written_whole(path, mode=PRIVATE) as temporary:
         if path.name.endswith(".gz"):
             with open(recorded, "rb") as source, gzip.open(temporary, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target)
@@ -87,7 +88,7 @@ def write_trace(recorded: Path, path: Path) -> None:
 
 def write_tensorboard(folder: Path, recorded: Path | None, profile: Profile, log: TensorBoardLog) -> None:
     """A trace under the name that TensorBoard's profile plugin looks for, and scalars into the log of that folder."""
-    with errors_named(folder):
+    with errors_named(folder, ELSEWHERE):
         folder.mkdir(parents=True, exist_ok=True)
         if recorded is not None:
             write_trace(recorded, folder / f"flatout.{time.time_ns() // 1_000_000}.pt.trace.json.gz")

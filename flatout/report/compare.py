@@ -19,7 +19,7 @@ from flatout.report.document import Document
 from flatout.statistics import Comparison, compare_runs, compare_unpaired
 from flatout.terminal import printable
 from flatout.timing import Measurement
-from flatout.units import format_bytes, format_seconds
+from flatout.units import counted, format_bytes, format_seconds
 
 _MEASURED = {one.name for one in fields(Measurement)}
 """A later version may write more."""
@@ -86,6 +86,8 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
     if contended:
         comparison = replace(comparison, verdict="not significant", reason=_contended_text(contended, len(measured)))
     caveats = [_ALONE if unit == "steps" else _IN_TURNS]
+    if {one.samples_seconds for one in baseline} & {one.samples_seconds for one in candidate}:
+        caveats.append("a run is on both sides: it was compared with itself")
     scripts = [script_name(doc) or None for _, doc in named]
     caveats += _difference("the script", scripts)
     caveats += ["the script's arguments differ"] if len({_arguments(doc) for _, doc in named} - {None}) > 1 else []
@@ -267,5 +269,5 @@ def _measured_text(one: Measurement) -> str:
 
 def _interval(found: Comparison, unit: str) -> str:
     if not found.has_interval:
-        return f"{found.pairs} {unit if unit == 'runs' else 'samples'}, too few for an interval"
+        return f"{counted(found.pairs, 'run' if unit == 'runs' else 'sample')}, too few for an interval"
     return f"{found.confidence:.0%} interval x{found.low:.3f} to x{found.high:.3f}"

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from flatout import __version__
 from flatout.errors import UsageError
 from flatout.private_details import without_private
-from flatout.whole_files import PRIVATE, can_be_written, errors_named, written_whole
+from flatout.whole_files import PRIVATE, errors_named, write_obstacle, written_whole
 
 Document: TypeAlias = Mapping[str, Any]
 """As it was read: JSON, whose parts may be of any type, so each reader checks its own."""
@@ -47,8 +47,8 @@ def write_document(path: Path, doc: Mapping[str, object]) -> None:
 def report_place(path: str | os.PathLike[str]) -> Path:
     """In full, as the script may change the folder. UsageError, before the script runs, where none can be written."""
     place = Path(path).absolute()
-    if not can_be_written(place):
-        raise UsageError(f"cannot write {place}", remedy="name a file in a folder that can be written")
+    if why := write_obstacle(place):
+        raise UsageError(f"cannot write {place}", limit=why, remedy="name a file in a folder that can be written")
     return place
 
 

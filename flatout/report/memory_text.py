@@ -13,7 +13,7 @@ from flatout.memory.use import LineUse, MemoryUse
 from flatout.report.document import document
 from flatout.script.memory_trial import MemoryWatched, ProcessMemory, RankMemory
 from flatout.terminal import printable
-from flatout.units import format_bytes, labelled
+from flatout.units import counted, format_bytes, labelled
 
 KIND = "memory"
 BARS = "▁▂▃▄▅▆▇█"
@@ -78,10 +78,10 @@ def _steps(watched: MemoryWatched) -> str:
     if not memory.steps:
         return "no training step found: this is the whole run"
     warm_up = memory.use.warm_up
-    counted = f"{memory.steps} steps, {warm_up} of them to warm up"
+    taken = f"{counted(memory.steps, 'step')}, {warm_up} of them to warm up"
     if watched.ranks:
-        counted += f", in {len(watched.ranks)} processes; below is {watched.shown_rank or 'the script itself'}"
-    return counted if watched.status is None else f"{counted}; the script exited on its own with code {watched.status}"
+        taken += f", in {len(watched.ranks)} processes; below is {watched.shown_rank or 'the script itself'}"
+    return taken if watched.status is None else f"{taken}; the script exited on its own with code {watched.status}"
 
 
 def _peak(use: MemoryUse) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def _moment(use: MemoryUse) -> str:
     when = f"in step {peak.step}, {peak.phase}" if peak.step is not None else "before the first step"
     if not use.steps:
         when = ""
-    module = f"of {peak.module}" if peak.module else ""
+    module = f"{'of' if when else 'in'} {peak.module}" if peak.module else ""
     operation = f"({peak.operation})" if peak.operation else ""
     return " ".join(part for part in (when, module, f"at {peak.line}" if peak.line else "", operation) if part)
 
@@ -126,8 +126,8 @@ def _bars(values: Sequence[int], top: int) -> str:
 
 
 def _line_text(one: LineUse) -> str:
-    counted = f"{one.tensors} tensor{'s' if one.tensors > 1 else ''}"
-    return f"{format_bytes(one.size_bytes):>9}  {one.line or 'unknown'}  {', '.join(one.categories)}, {counted}"
+    held = counted(one.tensors, "tensor")
+    return f"{format_bytes(one.size_bytes):>9}  {one.line or 'unknown'}  {', '.join(one.categories)}, {held}"
 
 
 def _tensor_text(one: TensorUse) -> str:
@@ -169,9 +169,11 @@ def _leak_lines(memory: ProcessMemory) -> list[str]:
         return []
     lines = [text for leak in memory.leaking for text in _leak_text(leak)]
     if not lines and memory.verdict == "steady":
-        lines.append(f"none: what is held between steps is steady over {memory.judged_steps} steps")
+        steady = "only what is bounded grows" if memory.leaks else "what is held between steps is steady"
+        lines.append(f"none: {steady} over {memory.judged_steps} steps")
     elif not lines:
-        lines.append(f"unknown: {memory.judged_steps} steps after the warm-up, and {LEAST_STEPS} are needed to tell")
+        judged = counted(memory.judged_steps, "step")
+        lines.append(f"unknown: {judged} after the warm-up, and {LEAST_STEPS} are needed to tell")
     lines += [f"not a leak: {_holder(leak)}: {leak.bounded}" for leak in memory.leaks if leak.bounded]
     return lines
 

@@ -90,6 +90,12 @@ class Target:
             raise UsageError(f"no such script: {self.path}", remedy=f"looked in {os.getcwd()}")
         if path.is_dir():
             raise UsageError(f"{self.path} is a folder", limit="a script is a file", remedy="run a package with -m")
+        if path.suffix == ".ipynb" and path.is_file():
+            raise UsageError(
+                f"{self.path} is a notebook",
+                limit="a script is Python source",
+                remedy="make one by jupyter nbconvert --to script, or use flatout.tune(step, batches) in the notebook",
+            )
         try:
             kind = _other_than_source(path)
         except OSError as error:

@@ -231,11 +231,15 @@ class Inspection:
         found = suspect.found
         if found is None or isinstance(found.container, Tensor):
             return ""
-        if not found.bound and suspect.lines.shrinks:
-            line = suspect.lines.shrinks[0]
-            text = linecache.getline(suspect.file, line).strip()
-            return f"the script also removes from it: {_place(f'{suspect.file}:{line}', self._folder)}  {text}"
+        lines = suspect.lines
+        if not found.bound and lines.shrinks:
+            return f"the script also removes from it: {self._line_text(suspect.file, lines.shrinks[0])}"
+        if not found.bound and lines.renews and not suspect.nodes_per_step:  # graphs fill the memory within an epoch
+            return f"the script makes it anew or empties it: {self._line_text(suspect.file, lines.renews[0])}"
         return found.bound
+
+    def _line_text(self, file: str, line: int) -> str:
+        return f"{_place(f'{file}:{line}', self._folder)}  {linecache.getline(file, line).strip()}"
 
     def _release(self) -> None:
         """Drop all references to the script's objects before its next steps, except to the suspected containers."""

@@ -164,12 +164,15 @@ class MemoryWatch:
         if threading.get_ident() != self._thread:
             return
         self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled():
+        if self._depth > 1:
             return
-        self._training_begins()
-        self._tracker.hold(module.parameters(), "weights")
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._training_begins()
+        self._tracker.hold(module.parameters(), "weights")  # also of a teacher or a target network, which do not train
         self._tracker.hold(module.buffers(), "weights")
-        self._name_inputs(arguments)
+        if trains:
+            self._name_inputs(arguments)
 
     def _module_ends(self, module: nn.Module, arguments: object, output: object) -> None:
         if threading.get_ident() == self._thread:

@@ -193,7 +193,7 @@ class _VariedScript:
     def _running(self) -> TrialProcess:
         if self._trial is None:
             self._trial = self._setup.trial([Choice(LiveBatches(), True)], label="curve")
-            self._trial.start(self._patience_seconds)
+            self._trial.start_within(self._patience_seconds)
         return self._trial
 
 

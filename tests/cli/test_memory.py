@@ -168,6 +168,23 @@ def test_without_steps_the_whole_run_is_told(tmp_path: Path) -> None:
     assert "8 KiB of tensors on cpu, at infer.py:3 (add.Tensor)" in result.stdout
 
 
+def test_weights_are_weights_in_evaluation_too(tmp_path: Path) -> None:
+    model = "torch.nn.Sequential(torch.nn.Linear(64, 8))"
+    (tmp_path / "infer.py").write_text(
+        f"import torch\nmodel = {model}\nwith torch.no_grad():\n    out = model(torch.zeros(4, 64))\n"
+    )
+    result = memory(tmp_path, "infer.py")
+    assert "weights 2.03 KiB" in result.stdout
+    assert "of tensors on cpu, in 0 at infer.py:4 (addmm)" in result.stdout
+
+
+def test_weights_of_a_teacher_that_does_not_train_are_weights(tmp_path: Path) -> None:
+    teacher = "teacher = globals().setdefault('teacher', torch.nn.Linear(64, 8))"
+    write(tmp_path, "train.py", steps=8, body=f"\n    with torch.no_grad(): {teacher}; teacher(inputs)")
+    categories = document(memory(tmp_path, "--json", "train.py"))["use"]["peak"]["categories"]
+    assert categories["weights"] == 4 * (64 * 128 + 128 + 128 * 8 + 8 + 64 * 8 + 8)
+
+
 def test_without_torch_there_is_nothing_to_tell_and_none_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('hello')\n")
     command = [sys.executable, "-X", "importtime", "-m", "flatout", "memory", "plain.py"]
@@ -183,6 +200,8 @@ def test_too_few_steps_give_no_verdict(tmp_path: Path) -> None:
     result = memory(tmp_path, "train.py")
     assert result.returncode == 0
     assert "unknown: 3 steps after the warm-up, and 5 are needed to tell" in result.stdout
+    write(tmp_path, "train.py", steps=3)
+    assert "unknown: 1 step after the warm-up, and 5 are needed to tell" in memory(tmp_path, "train.py").stdout
 
 
 def test_a_module_of_a_package_and_what_is_piped_in(tmp_path: Path) -> None:
@@ -234,6 +253,20 @@ def test_what_the_script_gives_back_is_no_leak(tmp_path: Path, body: str, holder
     assert (found["verdict"], found["leaks"]) == ("steady", [])
     assert [one["holder"] for one in found["bounded"]] == [holder] * bool(holder)
     assert all(bounded in one["bounded"] for one in found["bounded"])
+
+
+def test_a_list_that_each_epoch_makes_anew_is_no_leak_unless_it_keeps_graphs(tmp_path: Path) -> None:
+    text = LOOP.format(steps=100, body="kept.append(out.detach())").replace("kept = []\n", "")
+    lines = text.partition("for step")
+    loop = (lines[1] + lines[2]).replace("\n", "\n    ")
+    epochs = f"{lines[0]}for epoch in range(50):\n    kept = []\n    {loop}"
+    (tmp_path / "train.py").write_text(epochs)
+    found = document(memory(tmp_path, "--json", "train.py"))["leaks"]
+    assert (found["verdict"], found["leaks"]) == ("steady", [])
+    (bounded,) = found["bounded"]
+    assert bounded["bounded"] == "the script makes it anew or empties it: train.py:7  kept = []"
+    (tmp_path / "train.py").write_text(epochs.replace(".detach()", ""))
+    assert document(memory(tmp_path, "--json", "train.py"))["leaks"]["verdict"] == "leaks"
 
 
 def test_cycles_that_only_wait_for_the_collector_are_no_leak(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import importlib.util
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,10 @@ def test_tensorboard_is_refused_before_the_run_or_written(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_an_export_that_fails_comes_after_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = []
+
     def full(path: Path, *rest: object) -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
         raise UsageError(f"cannot write {path}: No space left on device")
 
     write(tmp_path)
@@ -226,6 +230,7 @@ def test_an_export_that_fails_comes_after_the_results(tmp_path: Path, monkeypatc
     assert document(result)["profile"]["operators"]
     assert "trace.json: No space left on device" in result.stderr
     assert (tmp_path / "table.csv").exists()
+    assert all(map(callable, handlers))  # a signal would leave no folder behind
 
 
 @pytest.mark.slow

@@ -1000,3 +1000,17 @@ def test_calls_that_alternate_with_updates_may_be_of_a_policy_that_acts() -> Non
     chunks = replace(TRAINING, calls=200, used=200), replace(evaluation, calls=200)  # four in each of 50 steps
     found = {one.name: one for one in check_facts(facts(behaviour=behaviour(forwards=chunks)))}
     assert found["evaluation-in-train-mode"].confidence == "likely"
+
+
+def test_without_a_step_only_the_main_thread_is_spoken_of() -> None:
+    finding = check_of("no-step")(facts(run=RunFacts(steps=0)))
+    assert finding is not None
+    assert finding.evidence.endswith("in the main thread of this process")
+    assert "training in another thread" in finding.remedy
+
+
+def test_no_seed_names_a_line_that_draws_from_torchs_generator() -> None:
+    text = "np.random.randn(4)\nrandint(0, 9)\nmodel = nn.Linear(4, 2)\nloss.backward()\n"
+    finding = check_of("no-seed")(facts(behaviour=behaviour(seeded=False), source=source(text)))
+    assert finding is not None
+    assert [line for _, line, _ in finding.lines] == [3]

@@ -101,8 +101,9 @@ def test_a_file_named_like_a_library(folder: Path) -> None:
         ("some_net.py:Needy", "Needy needs width, depth.*without arguments.*def model"),
         ("some_net.py:fails", r"calling some_net.py:fails failed at some_net.py, line 13: super.*Error"),
         ("some_net.py:leaves", r"failed at some_net.py, line 32: raise SystemExit\(3\): SystemExit: 3"),
-        ("some_net.py:wrong", "gives a int; it is an nn.Module"),
+        ("some_net.py:wrong", "gives 7; it is an nn.Module"),
         ("some_net.py:Sizes", "gives a Sizes"),
+        ("", "the model is ''; a model is named file.py:name"),  # as of a variable of a shell that is not set
         (".", r"\. is a folder without config.json"),
     ],
 )

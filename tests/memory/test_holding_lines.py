@@ -46,6 +46,35 @@ def test_emptying_counts_where_a_condition_does_it() -> None:
     assert lines_of("def reset():\n    queue.clear()\n", "queue").shrinks == ()
 
 
+@pytest.mark.parametrize(
+    ("source", "renews"),
+    [
+        ("for e in epochs:\n    kept, other = [], []\n    for x in data:\n        kept.append(x)\n", (2,)),
+        ("for e in epochs:\n    for x in data:\n        kept.append(x)\n    kept.clear()\n", (4,)),
+        ("kept = []\nfor e in epochs:\n    for x in data:\n        kept.append(x)\n", ()),
+        ("def main():\n    kept = []\n    for x in data:\n        kept.append(x)\nmain()\n", ()),
+        ("for x in data:\n    kept = f(x)\n", ()),
+    ],
+    ids=["each epoch", "emptied", "once", "main", "no growth"],
+)
+def test_what_is_made_anew_in_each_epoch(source: str, renews: tuple[int, ...]) -> None:
+    assert lines_of(source, "kept").renews == renews
+
+
+def test_a_variable_of_a_function_that_a_loop_calls_is_made_anew() -> None:
+    source = "def train():\n    kept = []\n    for x in data:\n        kept.append(x)\nfor e in epochs:\n    train()\n"
+    assert lines_of(source, "kept", Scope(first_line=1)).renews == (2,)
+    assert lines_of(source, "kept").renews == ()  # it is another one than the module's
+
+
+def test_what_a_method_that_a_loop_calls_makes_anew() -> None:
+    methods = ("__init__(s):\n        s.v = []", "reset(s):\n        s.v = []", "add(s, x):\n        s.v.append(x)")
+    body = "".join(f"    def {one}\n" for one in methods).lstrip()
+    used = "for e in epochs:\n    meter.reset()\n    for x in data:\n        meter.add(x)\n"
+    assert lines_of(f"class Meter:\n    {body}{used}", "v").renews == (5,)
+    assert lines_of(f"class Meter:\n    {body}", "v").renews == ()
+
+
 def test_a_local_is_looked_for_in_its_own_function() -> None:
     source = "def a():\n    kept.append(1)\n\ndef b():\n    kept.append(2)\n"
     assert lines_of(source, "kept").grows == (2, 5)

@@ -412,6 +412,7 @@ def test_a_script(tmp_path: Path) -> None:
         (["--device", "h1000"], SCRIPT, 2, "nearest by name"),
         (["--price", "h100"], SCRIPT, 2, "for example h100=2.49"),
         (["--device", "cpu"], SCRIPT, 2, "GPUs of the catalogue"),
+        (["--patience", "1s"], "import time\ntime.sleep(600)", 1, "that is the timeout; allow more with --patience 2h"),
         ([], "print('no training')", 1, "ended without a single step"),
         ([], "import torch\nraise ValueError('bad data')", 1, "bad data"),
         ([], SHORT, 1, "train.py ended after 1 step; a step after the first is followed operator by operator"),

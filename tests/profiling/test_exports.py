@@ -79,7 +79,7 @@ def test_a_name_may_be_an_ending_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot write .*logs: "):
+    with pytest.raises(UsageError, match=r"cannot write .*logs: .*; name another location, or free up space there"):
         write_tensorboard(tmp_path / "file" / "logs", None, cast(Profile, None), cast(TensorBoardLog, None))
 
 

@@ -44,6 +44,21 @@ def test_noise_is_not_significant() -> None:
     assert "not significant (the interval includes no change)" in comparison_text(found)
 
 
+def test_a_run_that_is_on_both_sides_is_told() -> None:
+    run = run_document(0.010)
+    said = "a run is on both sides: it was compared with itself"
+    assert said in compare_documents(run, run).caveats
+    assert said not in compare_documents(run, run_document(0.010, seed=1)).caveats
+
+
+def test_one_sample_is_too_few() -> None:
+    one = run_document(0.010)
+    one["measurement"]["samples_seconds"] = [0.01]
+    text = comparison_text(compare_documents(run_document(0.010), one))
+    assert "(1 sample is too few for 95% confidence)" in text
+    assert "1 sample, too few for an interval" in text
+
+
 def test_unlike_machines_are_refused_by_what_differs() -> None:
     other = {**MACHINE, "fingerprint": "other", "cpu": {**MACHINE["cpu"], "available_cores": 64}}
     with pytest.raises(MachinesDiffer, match="different machines; cores: 2 and 64; run both on the same machine"):

@@ -44,8 +44,12 @@ def test_a_place_for_a_report_can_be_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert report_place("run.json") == tmp_path / "run.json"
-    for place in (".", "absent/run.json", "file/run.json"):
-        with pytest.raises(UsageError, match=r"cannot write /.*; name a file in a folder that can be written"):
+    for place, why in (
+        (".", f"{tmp_path} is a folder"),
+        ("absent/run.json", f"there is no folder {tmp_path}/absent"),
+        ("file/run.json", f"there is no folder {tmp_path}/file"),
+    ):
+        with pytest.raises(UsageError, match=rf"cannot write /.*; {why}; name a file in a folder that can be written"):
             report_place(place)
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) == os.devnull)  # its folder is root's
     assert report_place(os.devnull) == Path(os.devnull)

@@ -269,7 +269,9 @@ def test_what_python_runs_although_it_is_no_source_is_refused(tmp_path: Path) ->
     with zipfile.ZipFile(application, "w") as packed:
         packed.write(source, "__main__.py")
     py_compile.compile(str(source), str(compiled), doraise=True)
-    for path, kind in ((application, "zip application"), (compiled, "compiled file")):
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text('{"cells": []}')  # an expression of Python's
+    for path, kind in ((application, "zip application"), (compiled, "compiled file"), (notebook, "notebook")):
         with pytest.raises(UsageError, match=rf"{path.name} is a {kind}; a script is Python source"):
             Target(path=str(path)).check_exists()
 

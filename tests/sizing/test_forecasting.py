@@ -145,6 +145,7 @@ def test_a_forecast_as_value_json_and_text() -> None:
     assert text.startswith("batch 1000 on cpu: peak ")
     assert "activations" in text
     assert f"±{found.uncertainty:.0%}" in text
+    assert f" at {found.line}" in text
 
 
 @pytest.mark.parametrize(("capacity", "fits"), [(None, None), (1031, True), (1029, False)])

@@ -78,9 +78,10 @@ def _peak(name: str, peak: Part) -> tuple[Cell, ...]:
 def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
     """Commands and the plan. `files`: kind of document -> its file's name."""
     blocks: list[Block] = []
+    planned = bool(sources["tune"] or sources["run"].at("plan"))
     commands = {
         "tune": ("Tune it again", "flatout tune"),
-        "run": ("Run it by its plan", "flatout run"),
+        "run": ("Run it by its plan" if planned else "Run it", "flatout run"),
         "profile": ("Profile it", "flatout profile"),
         "memory": ("Watch its memory", "flatout memory"),
     }

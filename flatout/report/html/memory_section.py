@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flatout.report.html import charts
 from flatout.report.html.blocks import Block, Cell, Details, Facts, Section, Table, Text
 from flatout.report.html.reading import Part, Sources
@@ -117,8 +119,7 @@ def _peak(use: Part) -> list[Block]:
         return []
     step = peak.number("step")
     places = [
-        f"in step {step:.0f}" if step else "",
-        peak.text("phase"),
+        ", ".join(filter(None, (f"in step {step:.0f}" if step else "", peak.text("phase")))),
         peak.text("module") and f"of {peak.text('module')}",
         peak.text("line") and f"at {peak.text('line')}",
         peak.text("operation") and f"({peak.text('operation')})",
@@ -195,7 +196,10 @@ def _savings(use: Part) -> list[Block]:
         before, after = one.number("peak_before_bytes"), one.number("peak_after_bytes")
         peak = "unknown" if before is None or after is None else f"{format_bytes(before)} → {format_bytes(after)}"
         note = " ".join(filter(None, (one.text("line"), one.text("how"))))
-        rows.append((Cell(text=one.text("measure"), note=note), bytes_cell(one.number("held_bytes")), Cell(text=peak)))
+        held = bytes_cell(one.number("held_bytes"))
+        if one.text("certainty") == "at most":
+            held = replace(held, note="at most")
+        rows.append((Cell(text=one.text("measure"), note=note), held, Cell(text=peak)))
     if not rows:
         return []
     named = heads("measure", "held less", "peak", numeric=("held less", "peak"))

@@ -11,7 +11,7 @@ from flatout.report.html.verdicts import PART_NAMES, proof_line
 from flatout.report.step_text import percent
 from flatout.report.tune_text import floor_text
 from flatout.statistics import iqr, median, quantile
-from flatout.units import format_seconds
+from flatout.units import counted, format_seconds
 
 
 def before_after(sources: Sources) -> Section | None:
@@ -181,7 +181,8 @@ def _outside(sources: Sources) -> list[Block]:
     if before:
         rows.append(("until the first step ended", format_seconds(before), ""))
     if pauses and pause:
-        rows.append(("between steps", format_seconds(pause), f"{pauses:.0f} pauses: evaluation, checkpoints, plots"))
+        between = f"{counted(round(pauses), 'pause')}: evaluation, checkpoints, plots"
+        rows.append(("between steps", format_seconds(pause), between))
     death = doc.at("out_of_memory")
     blocks: list[Block] = [Facts(rows=tuple(rows))] if rows else []
     if death:

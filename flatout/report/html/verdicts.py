@@ -213,8 +213,7 @@ def _of_memory(doc: Part) -> Verdict:
     else:
         headline = f"{format_bytes(size)} of tensors at the peak"
         when = [
-            f"in step {step:.0f}" if step else "",
-            peak.text("phase"),
+            ", ".join(filter(None, (f"in step {step:.0f}" if step else "", peak.text("phase")))),
             peak.text("line") and f"at {peak.text('line')}",
         ]
         detail = " ".join(part for part in when if part)

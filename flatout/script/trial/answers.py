@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flatout.errors import ScriptError, TrialError
+from flatout.units import format_seconds
 
 FEWEST_TO_PROVE = 2
 """Steps with levers on: an error of a lever in its first step (a stale copy, a lost update) shows in a second."""
@@ -120,6 +121,15 @@ class TrialHangs(TrialError):
         return f"; last at {self.location}" if self.location else ""
 
 
+def no_first_step(hang: TrialHangs, name: str) -> TrialError:
+    """Error for a script that had taken no step when the patience that the user gave it was over."""
+    return TrialError(
+        f"{name}: no step in {format_seconds(hang.seconds)}{hang.last_at}",
+        limit="that is the timeout",
+        remedy="allow more with --patience 2h, if it trains at all",
+    )
+
+
 class TrialSettled(TrialError):
     """What the parent wanted of the processes that the script has started is there."""
 
@@ -174,8 +184,8 @@ def explain_end(end: TrialEnded, name: str, *, levers: bool = False, needed: str
     if end.steps == 0:
         return ScriptError(
             f"{name} ended without a single step",
-            limit="a step is an optimizer step, or a backward pass followed by a change of the weights; gradients of "
-            "torch.func are not followed",
+            limit="a step is an optimizer step, or a backward pass followed by a change of the weights; other threads "
+            "and gradients of torch.func are not followed",
             remedy="training in processes that the script starts, as by mp.spawn, is not followed here"
             + ": flatout tune --own-ranks 2 (own_ranks=2)" * levers,
         )

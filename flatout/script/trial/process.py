@@ -37,7 +37,15 @@ from flatout.levers.lever import Choice
 from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.script.child_command import child_command
 from flatout.script.isolation import cleanup
-from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled, TrialStopped
+from flatout.script.trial.answers import (
+    TrialDied,
+    TrialEnded,
+    TrialFault,
+    TrialHangs,
+    TrialSettled,
+    TrialStopped,
+    no_first_step,
+)
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, Patience, as_json
 from flatout.script.trial.forked import KILLED, Forked, ForkOfTrial
 from flatout.script.trial.hang_location import STACKS, location
@@ -121,6 +129,13 @@ class TrialProcess(CommandedTrial):
                 started.add(self._left_to_be_forked())
                 self.spawn()
                 self._await_first_step(timeout_seconds)
+
+    def start_within(self, patience_seconds: float) -> None:
+        """The same, with an error that names the option by which the user allows more time."""
+        try:
+            self.start(patience_seconds)
+        except TrialHangs as hang:
+            raise no_first_step(hang, self.setup.name) from hang
 
     def watch(
         self, command: Command, timeout_seconds: float, settled: Callable[[], bool] | None = None

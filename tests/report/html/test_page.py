@@ -126,6 +126,23 @@ def test_the_share_of_the_ceiling_is_the_documents(changes: dict[str, Any], show
     assert f"share of the ceiling {shown}" in " ".join(found.text.split())
 
 
+def test_what_a_run_did_between_steps_and_whether_it_had_a_plan() -> None:
+    outside = {"before_seconds": 4.0, "pauses": 1, "pause_seconds": 0.5, "after_seconds": 0.1}
+    text = " ".join(Page(rendered({"run": {**RUN, "outside_of_steps": outside, "plan": {}}})).text.split())
+    assert "1 pause: evaluation, checkpoints, plots" in text
+    assert "Run it by its plan" not in text
+    assert "Run it by its plan" in Page(rendered({"run": {**RUN, "plan": {"threads": 1}}})).text
+
+
+def test_the_peak_of_memory_and_what_is_certain_of_a_saving() -> None:
+    peak = {"size_bytes": 4096, "step": 4, "phase": "forward", "line": "train.py:30", "categories": {"weights": 4096}}
+    saving = {"measure": "freed", "certainty": "at most", "held_bytes": 1024, "how": ""}
+    use = {**MEMORY["use"], "peak": {**MEMORY["use"]["peak"], **peak}, "savings": [saving]}
+    text = " ".join(Page(rendered({"memory": {**MEMORY, "use": use}})).text.split())
+    assert text.count("in step 4, forward") == 2  # in the verdict and above the categories
+    assert "freed 1 KiB at most unknown" in text
+
+
 def test_each_part_of_the_documents_is_there(page: Page) -> None:
     for expected in (
         "waiting for data",
