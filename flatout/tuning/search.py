@@ -407,9 +407,11 @@ class TrainingSearch(Search[Choice]):
     def _least_for_verifier(
         self, step_seconds: float, compile_seconds: float | None = None, steps_share: float | None = None
     ) -> float:
-        """compile_seconds: None: of what is kept. steps_share: None: as it was decided."""
+        """compile_seconds: None: of what is kept. steps_share: None: as it was decided, or what the verifier needs once
+        something is kept, which it would have to drop without a conclusive comparison."""
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
-        share = self._steps_share if steps_share is None else steps_share
+        decided = math.inf if self.state.kept else self._steps_share
+        share = decided if steps_share is None else steps_share
         needed = least_seconds(step_seconds, self.state, self.trials, self._deadline.budget_seconds, share)
         return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
 

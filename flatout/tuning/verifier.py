@@ -14,6 +14,7 @@ from flatout.levers.lever import Choice, graph_of, split_by_switch
 from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
 from flatout.search.search import Progress
+from flatout.search.trial import Trial
 from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
 from flatout.tuning.fitting import Fit
@@ -197,12 +198,14 @@ class Verifier:
         weaker = replace(choice, relaxed=True)
         for choices in (self.state.kept, self.state.for_memory):
             choices[:] = [weaker if one == choice else one for one in choices]
-        self.state.trials = [
-            replace(trial, exactness="reduced", reason=f"{reason}; {trial.reason}")
-            if trial.outcome == "kept" and choice.field in trial.choices
-            else trial
-            for trial in self.state.trials
-        ]
+
+        def relaxed(trial: Trial) -> Trial:
+            if trial.outcome != "kept" or choice.field not in trial.choices:
+                return trial
+            known = trial.reason.startswith(reason)  # of another choice that was tried with it
+            return replace(trial, exactness="reduced", reason=trial.reason if known else f"{reason}; {trial.reason}")
+
+        self.state.trials = [relaxed(trial) for trial in self.state.trials]
 
     def _drop(self, dropped: Choice, reason: str) -> None:
         self.state.kept = [choice for choice in self.state.kept if choice != dropped]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from flatout.script.trial.answers import TrialHangs, Window
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.tuning import verifier
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.search import TrainingSearch
 from flatout.tuning.short_budget import no_step
@@ -223,6 +225,20 @@ def test_while_nothing_is_kept_little_time_is_kept_back_for_a_proof(tmp_path: Pa
     asked.state.kept = [Choice(FlushDenormals(), True)]
     asked._keep_back(0.001)
     assert asked._deadline.reserved_seconds == pytest.approx(24.0)
+
+
+def test_once_something_is_kept_the_whole_time_of_its_proof_and_last_comparison_is_kept_back(tmp_path: Path) -> None:
+    """Of long steps, which take more than the share of the budget that is kept back for nothing yet."""
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    asked = TrainingSearch(setup, AMX, LEVERS, SearchLimits(deadline=Deadline(60.0, clock=Clock()).reserving(6.0)))
+    asked.state.startup_seconds = 0.1
+    asked._keep_back(0.5)
+    before = asked._deadline.reserved_seconds
+    assert before < verifier.least_seconds(0.5, asked.state, asked.trials, 60.0, math.inf) - 5.0
+    asked.state.kept = [Choice(FlushDenormals(), True)]
+    asked._keep_back(0.5)
+    whole = verifier.least_seconds(0.5, asked.state, asked.trials, 60.0, math.inf)
+    assert asked._deadline.reserved_seconds == pytest.approx(whole)
 
 
 def test_levers_that_are_predicted_to_help_are_tried_at_once_where_there_is_no_time_for_a_few(tmp_path: Path) -> None:

@@ -121,6 +121,18 @@ def test_where_no_time_is_left_to_find_the_lever_all_are_proved_reduced(
     assert [choice.relaxed for choice in state.kept] == [True, True, False][-kept:]
 
 
+def test_why_levers_that_were_tried_together_are_relaxed_is_said_once(tmp_path: Path) -> None:
+    choices = ROUNDS.choices | OTHER.choices
+    trial = Trial(label="both", choices=choices, exactness="rounding", outcome="kept", reason="faster")
+    state = SearchState(kept=[ROUNDS, OTHER], trials=[trial], startup_seconds=1.0)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    verifier = Verifier(setup, state, Deadline(100.0), lambda text: None)
+    for choice in (ROUNDS, OTHER):
+        verifier._claim_reduced(choice, "beyond rounding: a gradient differs")
+    assert [one.relaxed for one in state.kept] == [True, True]
+    assert [one.reason for one in state.trials] == ["beyond rounding: a gradient differs; faster"]
+
+
 class CompilesAt16Bit(OfAThirdField):
     acts_on_forward = True
 
