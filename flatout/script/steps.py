@@ -37,8 +37,8 @@ class StepFinder:
         self.leader: int | None = None
         """The identity of the optimizer whose steps are counted."""
         self.replaced_leaders = 0
-        """How often an optimizer took the lead from one that is still there. Boundaries before that may have been inside
-        a step, as where each parameter has an optimizer of its own that is made when it is first used."""
+        """How often an optimizer took the lead from one that is still there. Boundaries before may have been inside a
+        step, as where each parameter has an optimizer of its own that is made when it is first used."""
         self._leader_steps = 0
         self._turns_without_leader = 0
         self._passes = 0
