@@ -436,14 +436,12 @@ class UpdateWatch:
 
     def _state_of_new(self, optimizer: Optimizer, place: Place, *, by_closure: bool) -> _OptimizerState:
         """Of an optimizer that has not stepped before: a new one, or that of the optimizer whose place it takes."""
-        key, state = next(
-            ((key, one) for key, one in self._states.items() if one.is_replaced_by(optimizer, place)), (None, None)
-        )
-        if state is None:
+        replaced = next((key for key, one in self._states.items() if one.is_replaced_by(optimizer, place)), None)
+        if replaced is None:
             state = _OptimizerState(optimizer)
             self._follow(state)
         else:
-            del self._states[key]
+            state = self._states.pop(replaced)
             state.remade += state.is_new and not by_closure and _keeps_state(optimizer)
             state.optimizer, state.kind, state.is_new = weakref.ref(optimizer), type(optimizer).__name__, True
         self._states[id(optimizer)] = state
