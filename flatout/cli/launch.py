@@ -40,7 +40,9 @@ def launch(
     nproc_per_node: Annotated[
         str, typer.Option(metavar="N", help="Ranks on each machine; auto: one for each GPU, or one without any.")
     ] = "auto",
-    nnodes: Annotated[int, typer.Option(metavar="N", help="Machines.")] = 1,
+    nnodes: Annotated[
+        str, typer.Option(metavar="N", help="Machines; 2:4, as of torchrun: 4, or at least --min-nnodes 2.")
+    ] = "1",
     min_nnodes: LeastMachines = None,
     node_rank: MachineNumber = None,
     rendezvous: Rendezvous = None,
@@ -87,13 +89,14 @@ def launch(
 
     script = _script(target, check=check, manifest=manifest, json=json)
     counted = count_ranks(nproc_per_node) if manifest is None else _counted_for_others(nproc_per_node)
-    if manifest is not None and rendezvous is None and nnodes > 1:
+    machines, least_machines = _machines(nnodes, min_nnodes)
+    if manifest is not None and rendezvous is None and machines > 1:
         rendezvous = ANY_HOST  # the scheduler knows the machines
     request = Launch(
         command=(sys.executable, *(script.command if script is not None else ())),
         nproc_per_node=counted.ranks,
-        nnodes=nnodes,
-        min_nnodes=min_nnodes,
+        nnodes=machines,
+        min_nnodes=least_machines,
         node_rank=node_rank,
         rendezvous=_host_and_port(rendezvous) if rendezvous is not None else None,
         interface=interface,
@@ -113,6 +116,20 @@ def launch(
     if check:
         return _check(request, json=json)
     return run_job(request, tell=launch_text.tell, gpus=counted.gpus)
+
+
+def _machines(nnodes: str, min_nnodes: int | None) -> tuple[int, int | None]:
+    """How many, and with how many the job goes on."""
+    least, between, most = nnodes.rpartition(":")
+    try:
+        wanted, given = int(most), int(least) if between else min_nnodes
+    except ValueError:
+        limit = "it is a number of machines, or the fewest and the most"
+        raise UsageError(f"--nnodes is {nnodes!r}", limit=limit, remedy="for example --nnodes 4, or 2:4") from None
+    if between and min_nnodes not in (None, given):
+        limit = "both say with how many machines the job goes on"
+        raise UsageError(f"--nnodes {nnodes} and --min-nnodes {min_nnodes}", limit=limit, remedy="give one of them")
+    return wanted, given
 
 
 def _script(target: list[str] | None, *, check: bool, manifest: Kind | None, json: bool) -> Target | None:

@@ -71,6 +71,8 @@ def load_object(spec: str, noun: str) -> object:
 
 def _what_could_be_meant(spec: str) -> str:
     path = Path(spec.rstrip(":"))
+    if path.name != spec and not path.exists():
+        return f"there is no such file or folder in {Path.cwd()}"
     if path.suffix != ".py" or not path.is_file():
         return "name the object after a colon, as in net.py:model"
     try:

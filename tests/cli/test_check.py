@@ -175,6 +175,7 @@ def test_a_checked_model_is_one_document(capsys: pytest.CaptureFixture[str]) -> 
     [
         ("net.py", "name the object after a colon, as in net.py:"),
         ("missing.py:make", "missing.py"),
+        ("./missing", "there is no such file or folder in "),
         ("net.py:mak", "make"),
         ("net.py:number", "number"),
         ("net.py:fails", "no weights"),

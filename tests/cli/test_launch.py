@@ -31,6 +31,10 @@ def folder(tmp_path: Path) -> Path:
         (["--max-restarts", "-1", "train.py"], "max_restarts is -1; it is a whole number, 0 or more"),
         (["--max-restarts", "x", "train.py"], "Invalid value for '--max-restarts'"),
         (["--nnodes", "0", "train.py"], "nnodes is 0"),
+        (["--nnodes", "x", "train.py"], "--nnodes is 'x'; it is a number of machines, or the fewest and the most; for"),
+        (["--nnodes", "2:", "train.py"], "--nnodes is '2:'"),
+        (["--nnodes", "3:2", "--rendezvous", "a:1", "train.py"], "min_nnodes is 3; it is from 1 to 2"),
+        (["--nnodes", "1:2", "--min-nnodes", "2", "train.py"], "--nnodes 1:2 and --min-nnodes 2"),
         (["--nnodes", "2", "train.py"], "2 machines, and no rendezvous"),
         (["--nnodes", "2", "--rendezvous", "host", "train.py"], "--rendezvous is 'host'; it is a host and a port"),
         (["--nnodes", "2", "--rendezvous", "host:0", "train.py"], "--rendezvous is 'host:0'"),
@@ -51,6 +55,17 @@ def test_what_cannot_be_is_refused(folder: Path, words: list[str], complaint: st
     assert said.stdout == ""
     assert said.stderr.startswith(f"error: {complaint}") or complaint in said.stderr
     assert len(said.stderr.splitlines()) == 1
+
+
+def test_machines_are_given_as_of_torchrun(folder: Path) -> None:
+    """The fewest and the most."""
+    options = ("--nproc-per-node", "8", "--rendezvous", "gpu0:29500", "--manifest", "slurm", "train.py")
+    one, other = (
+        said_by(folder, "launch", *words, *options).stdout
+        for words in (("--nnodes", "2:4"), ("--nnodes", "4", "--min-nnodes", "2"))
+    )
+    assert one == other
+    assert "--min-nnodes" in one
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])

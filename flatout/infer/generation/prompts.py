@@ -93,7 +93,7 @@ def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
             what = f"prompt {index} is {prompt.dtype} {list(prompt.shape)}"
             raise UsageError(what, limit="token ids are whole numbers [tokens]", remedy="pass a tokenizer's input_ids")
         return [int(one) for one in prompt.tolist()]
-    if not _is_row(prompt) or not all(_is_id(one) for one in prompt):
+    if not _is_row(prompt) or not all(_is_id(one) and not isinstance(one, bool) for one in prompt):
         raise _wrong_type(f"prompt {index} is", prompt)
     return [number for one in prompt if (number := whole_number(one)) is not None]
 

@@ -158,6 +158,8 @@ def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device
         made = copy.deepcopy(model, dict(copies))
     except Exception as error:
         remedy = "keep files, locks and generators out of the model"
+        if hasattr(model, "reshard"):  # of FSDP2
+            remedy = "restore a checkpoint of the sharded model into one that is not, and give that one"
         what = f"the model cannot be copied: {type(error).__name__}: {error}"
         raise UsageError(what, limit="predict works on a copy of it", remedy=remedy) from error
     join_recurrent_weights(made)

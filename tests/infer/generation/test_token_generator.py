@@ -235,6 +235,7 @@ def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
         ([[1, -1]], "prompt 0 holds token -1 at place 1"),
         (["text"], "prompt 0 is a text; without a tokenizer a prompt is a list of token ids"),
         ([[1.5]], "prompt 0 is of type list; a prompt is"),
+        ([[True, False]], "prompt 0 is of type list; a prompt is"),
         (torch.ones(1, 3), r"prompt 0 is torch.float32 \[3\]; token ids are whole numbers"),
         ([], "there are no prompts"),
         (7, "the prompts are of type int"),
