@@ -69,11 +69,32 @@ class Found:
             return f"a deque of at most {one.maxlen}"
         if isinstance(one, _CACHED_FUNCTION) and one.cache_info().maxsize is not None:
             return f"a cache of at most {one.cache_info().maxsize}"
-        kept = (getattr(self.owner, "defaults", None) or {}).get("history_size")
-        if kept is not None:
-            return f"a history of at most {kept}"
+        defaults = getattr(self.owner, "defaults", None)
+        if isinstance(defaults, dict) and defaults.get("history_size") is not None:
+            return f"a history of at most {defaults['history_size']}"
+        if (samples := _samples(self.owner)) is not None and _is_by_sample(one, samples):
+            return f"at most one entry for each of the {samples:,} samples of {type(self.owner).__name__}"
         size = getattr(one, "maxsize", None)
         return f"a {type(one).__name__} of at most {size}" if isinstance(size, int) and size > 0 else ""
+
+
+def _samples(owner: object) -> int | None:
+    """Of a data set that is read by index."""
+    from torch.utils.data import Dataset
+
+    if not isinstance(owner, Dataset) or not hasattr(owner, "__len__"):
+        return None
+    try:
+        return len(owner)
+    except Exception:  # the script's own may raise anything
+        return None
+
+
+def _is_by_sample(container: object, samples: int) -> bool:
+    """A cache of samples, filled as they are read for the first time."""
+    if isinstance(container, dict):
+        return all(isinstance(key, int) and -samples <= key < samples for key in container)
+    return isinstance(container, list) and len(container) == samples
 
 
 class HolderSearch:
@@ -193,7 +214,8 @@ class HolderSearch:
             name = f"{type(one).__name__}.{attributes[-1]}"
             full = ".".join([name, *reversed(attributes[:-1])])
             file = _file_of(type(one))
-            return Found(name=full, kind="attribute", container=container, file=file, links=tuple(attributes))
+            links = tuple(attributes)
+            return Found(name=full, kind="attribute", container=container, file=file, links=links, owner=one)
         return None
 
     def _closure(self, function: FunctionType, path: list[object], container: object) -> Found | None:

@@ -92,6 +92,39 @@ def test_a_local_of_a_running_function_is_named() -> None:
     assert found.bound == "a deque of at most 5"
 
 
+class Caching(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return 1000
+
+
+class Trainer:
+    def __init__(self, data: Caching) -> None:
+        self.data = data
+
+
+@pytest.mark.parametrize(
+    ("cache", "bounded"),
+    [
+        (lambda made: dict(enumerate(made)), True),
+        (lambda made: made + [None] * 997, True),
+        (lambda made: {f"{number}": one for number, one in enumerate(made)}, False),
+        (lambda made: {1000 + number: one for number, one in enumerate(made)}, False),
+        (lambda made: list(made), False),
+    ],
+)
+def test_a_data_sets_cache_of_its_samples_is_bounded(cache: Callable[[list[Tensor]], Any], bounded: bool) -> None:
+    made = tensors()
+    trainer = Trainer(Caching(cache(made)))
+    found = common(made)
+    assert found is not None
+    assert found.name == "Caching.cache"
+    assert found.bound == ("at most one entry for each of the 1,000 samples of Caching" if bounded else "")
+    assert trainer
+
+
 def _held_by_a_local() -> Found | None:
     made = tensors()
     kept = collections.deque(made, maxlen=5)
