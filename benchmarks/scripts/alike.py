@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.scripts.__main__ import what_is_missing
 from benchmarks.scripts.catalogue import PUBLIC_SCRIPTS, PublicScript
 from benchmarks.scripts.faithfulness import RUN_LIMIT_SECONDS, blank_times, digest
-from benchmarks.scripts.workspace import find_checkout, fresh_workspace, split_command
+from benchmarks.scripts.workspace import PROJECT, find_checkout, fresh_workspace, split_command
 from flatout.machine.detect import detect
 
 SCHEMA = "flatout-scripts-alike-1"
@@ -88,7 +88,7 @@ def compare(name: str, group: str, run: Callable[[Sequence[str]], Outcome], flat
         name=name,
         group=group,
         identical=difference is None,
-        first_difference=difference,
+        first_difference=None if difference is None else difference.replace(f"{PROJECT}/", ""),
         repeatable=None if difference is None else first_difference(plain, run([sys.executable])) is None,
         exit_status=plain.exit_status,
         seconds=time.perf_counter() - began,
