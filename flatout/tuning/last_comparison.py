@@ -52,8 +52,9 @@ UNDECIDED_SHARE = 0.05
 that was found would be dropped."""
 LARGE_GAIN, LARGE_UNDECIDED_SHARE = 1.5, 0.15
 """A ratio beyond which the share is larger: there is much to lose, and a machine must be very busy to hide it."""
-LEAST_SHARE_BEYOND = 0.1
-"""Share of the budget by which it may be exceeded for the fewest pairs that can decide."""
+LEAST_SHARE_BEYOND, SECOND_PAIR_SHARE = 0.1, 0.2
+"""Shares of the budget by which it may be exceeded for the fewest pairs that can decide: the larger where the windows
+of the first pair show a gain, which one pair alone confirms only beyond x1.66."""
 MOST_STARTS = 40
 """A short script is restarted until there are enough windows."""
 USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
@@ -156,7 +157,9 @@ def compare_afresh(
             share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
             most += share * deadline.budget_seconds
             if too_few:
-                most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
+                windows = _compared([pair for group in groups for pair in group], pace.least_gain)
+                beyond = SECOND_PAIR_SHARE if windows.verdict == "faster" else LEAST_SHARE_BEYOND
+                most = max(most, left_at_first + beyond * deadline.budget_seconds)
         return len(groups) < least or spent + spent / new_pairs <= most
 
     for number in range(MOST_PROCESS_PAIRS):
