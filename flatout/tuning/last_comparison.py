@@ -53,8 +53,9 @@ that was found would be dropped."""
 LARGE_GAIN, LARGE_UNDECIDED_SHARE = 1.5, 0.15
 """A ratio beyond which the share is larger: there is much to lose, and a machine must be very busy to hide it."""
 LEAST_SHARE_BEYOND, SECOND_PAIR_SHARE = 0.1, 0.2
-"""Shares of the budget by which it may be exceeded for the fewest pairs that can decide: the larger where the windows
-of the first pair show a gain, which one pair alone confirms only beyond x1.66."""
+"""Shares of the budget by which it may be exceeded for the fewest pairs that can decide: the larger where the first one
+shows NOTABLE_GAIN or more, as one pair alone confirms only what is beyond x1.66."""
+NOTABLE_GAIN = 1.1
 MOST_STARTS = 40
 """A short script is restarted until there are enough windows."""
 USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
@@ -157,8 +158,7 @@ def compare_afresh(
             share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
             most += share * deadline.budget_seconds
             if too_few:
-                windows = _compared([pair for group in groups for pair in group], pace.least_gain)
-                beyond = SECOND_PAIR_SHARE if windows.verdict == "faster" else LEAST_SHARE_BEYOND
+                beyond = SECOND_PAIR_SHARE if found.ratio > NOTABLE_GAIN else LEAST_SHARE_BEYOND
                 most = max(most, left_at_first + beyond * deadline.budget_seconds)
         return len(groups) < least or spent + spent / new_pairs <= most
 

@@ -99,16 +99,11 @@ def test_a_gain_that_is_not_certain_yet_gets_another_pair(
 
 
 @pytest.mark.parametrize(
-    ("windows", "share", "pairs"),
-    [
-        ([1.3] * 8, 0.19, 2),
-        ([1.3] * 8, 0.21, 1),
-        ([0.9, 1.8] * 4, 0.09, 2),  # windows that do not show a gain by themselves
-        ([0.9, 1.8] * 4, 0.11, 1),
-    ],
+    ("ratio", "share", "pairs"),
+    [(1.3, 0.19, 2), (1.3, 0.21, 1), (1.05, 0.09, 2), (1.05, 0.11, 1)],
 )
 def test_the_second_pair_may_exceed_the_budget(
-    windows: list[float], share: float, pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ratio: float, share: float, pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One pair alone hardly ever shows a gain, and then all that was found would be dropped."""
     now, budget_seconds, left = 0.0, 100.0, 14.0
@@ -116,7 +111,7 @@ def test_the_second_pair_may_exceed_the_budget(
     def one_pair(sides: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
         nonlocal now
         now += (14.0 + share * budget_seconds) / 2
-        pairs += [(ratio, 1.0) for ratio in windows]
+        pairs += group(ratio)
         return pairing_of_runs(pairs, pace), pace
 
     monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
