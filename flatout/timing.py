@@ -59,12 +59,16 @@ class Measurement:
     def iqr_seconds(self) -> float:
         return iqr(self.samples_seconds)
 
+    @property
+    def spread(self) -> str:
+        """'middle half within 3 us, n = 40'."""
+        return f"middle half within {format_seconds(self.iqr_seconds)}, n = {len(self.samples_seconds)}"
+
     def __str__(self) -> str:
         """What `print` shows: the same as in a notebook."""
         interval = self.interval_seconds
         known = "" if interval is None else f" (95 % interval {' to '.join(map(format_seconds, interval))})"
-        spread = f"middle half within {format_seconds(self.iqr_seconds)}, n = {len(self.samples_seconds)}"
-        return "\n".join([f"{self.name}: {format_seconds(self.median_seconds)}{known}, {spread}", *self.warnings])
+        return "\n".join([f"{self.name}: {format_seconds(self.median_seconds)}{known}, {self.spread}", *self.warnings])
 
     def _repr_html_(self) -> str:
         """In a notebook: the median, the spread, and what makes it doubtful."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["slurm", "kubernetes"]
 ANY_HOST = "machine-0:29500"
+Machines = Annotated[
+    str, typer.Option(metavar="N", help="Machines; 2:4, as of torchrun: 4, or at least --min-nnodes 2.")
+]
 LeastMachines = Annotated[
     int | None, typer.Option(metavar="N", help="With how many the job goes on after it has lost others.")
 ]
@@ -40,9 +43,7 @@ def launch(
     nproc_per_node: Annotated[
         str, typer.Option(metavar="N", help="Ranks on each machine; auto: one for each GPU, or one without any.")
     ] = "auto",
-    nnodes: Annotated[
-        str, typer.Option(metavar="N", help="Machines; 2:4, as of torchrun: 4, or at least --min-nnodes 2.")
-    ] = "1",
+    nnodes: Machines = "1",
     min_nnodes: LeastMachines = None,
     node_rank: MachineNumber = None,
     rendezvous: Rendezvous = None,

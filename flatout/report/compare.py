@@ -263,8 +263,7 @@ def _row(text: str) -> str:
 
 
 def _measured_text(one: Measurement) -> str:
-    spread = f"middle half within {format_seconds(one.iqr_seconds)}, n = {len(one.samples_seconds)}"
-    return f"{one.name}: {format_seconds(one.median_seconds)} a step, {spread}"
+    return f"{one.name}: {format_seconds(one.median_seconds)} a step, {one.spread}"
 
 
 def _interval(found: Comparison, unit: str) -> str:

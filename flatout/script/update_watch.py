@@ -125,11 +125,10 @@ class _OptimizerState:
         """Has this very optimizer stepped once at most?"""
 
     def is_replaced_by(self, optimizer: Optimizer, place: Place) -> bool:
-        """Does this optimizer step in place of the one that is followed here?"""
+        """Does this optimizer step in place of the one that is followed here? Not one whose parameters only have the
+        ids of parameters that are gone."""
         same = self.place == place and self.parameters == {id(one) for one in parameters_in(optimizer)}
-        return same and all(
-            one() is not None for one in self.followed
-        )  # others may have the ids of parameters now gone
+        return same and all(one() is not None for one in self.followed)
 
 
 class UpdateWatch:
@@ -144,6 +143,8 @@ class UpdateWatch:
         self._first_event = 0
         self._events: list[Event] = []
         self._states: dict[int, _OptimizerState] = {}
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that have had a state."""
         self._backwards: dict[Place, _Backwards] = {}
         self._clips: dict[Place, _Clips] = {}
         self._schedules: dict[Place, _Schedule] = {}
@@ -435,15 +436,20 @@ class UpdateWatch:
             self.gradients.sample(optimizer)
 
     def _state_of_new(self, optimizer: Optimizer, place: Place, *, by_closure: bool) -> _OptimizerState:
-        """Of an optimizer that has not stepped before: a new one, or that of the optimizer whose place it takes."""
+        """Of an optimizer that has none: a new one, or that of the optimizer whose place it takes. Optimizers that take
+        turns have one each."""
+        known = optimizer in self._known
+        self._known.add(optimizer)
         replaced = next((key for key, one in self._states.items() if one.is_replaced_by(optimizer, place)), None)
-        if replaced is None:
+        if replaced is None or known:
             state = _OptimizerState(optimizer)
             self._follow(state)
         else:
             state = self._states.pop(replaced)
             state.remade += state.is_new and not by_closure and _keeps_state(optimizer)
             state.optimizer, state.kind, state.is_new = weakref.ref(optimizer), type(optimizer).__name__, True
+        if (gone := self._states.pop(id(optimizer), None)) is not None:  # its hooks are still to be removed
+            self._states[id(gone)] = gone  # the id of no optimizer, as long as it is there
         self._states[id(optimizer)] = state
         return state
 
@@ -596,7 +602,9 @@ def _has_closure(args: object, kwargs: object) -> bool:
 
 def _keeps_state(optimizer: Optimizer) -> bool:
     """Is a step of it another one after earlier steps? Not of SGD without momentum."""
-    return any(group.get("momentum", 1) for group in optimizer.param_groups)
+    from torch.optim import SGD
+
+    return not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)
 
 
 def _has_tolerance(optimizer: Optimizer) -> bool:

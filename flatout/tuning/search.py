@@ -410,9 +410,9 @@ class TrainingSearch(Search[Choice]):
         """compile_seconds: None: of what is kept. steps_share: None: as it was decided, or what the verifier needs once
         something is kept, which it would have to drop without a conclusive comparison."""
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
-        decided = math.inf if self.state.kept else self._steps_share
-        share = decided if steps_share is None else steps_share
-        needed = least_seconds(step_seconds, self.state, self.trials, self._deadline.budget_seconds, share)
+        if steps_share is None:
+            steps_share = math.inf if self.state.kept else self._steps_share
+        needed = least_seconds(step_seconds, self.state, self.trials, self._deadline.budget_seconds, steps_share)
         return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
 
     def _fewest_steps(self, step_seconds: float) -> int:

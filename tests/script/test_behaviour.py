@@ -32,7 +32,7 @@ from flatout.script.loss_graph import end_of_graph
 from flatout.script.places import Places
 from flatout.script.source_facts import SourceFacts, read_source
 from flatout.script.tensor_calls import TensorCalls
-from flatout.script.update_watch import EXAMINED_STEPS
+from flatout.script.update_watch import EXAMINED_STEPS, UpdateWatch
 
 STEPS = 14
 HERE = Path(__file__)
@@ -500,7 +500,9 @@ def test_a_scheduler_that_never_steps(steps: bool) -> None:
     ("made", "found"),
     [
         ("in each step", True),
+        ("in each step, without momentum", True),
         ("once", False),
+        ("twice, in turns", False),
         ("every second step", False),
         ("without state", False),
         ("with a closure", False),
@@ -509,14 +511,18 @@ def test_a_scheduler_that_never_steps(steps: bool) -> None:
 )
 def test_an_optimizer_that_is_made_in_each_step(made: str, found: bool) -> None:
     model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
+    pair = [torch.optim.Adam(model.parameters()) for _ in range(2)]
     kept: list[torch.optim.Optimizer] = []
 
     def step(number: int) -> None:
         nonlocal optimizer
         trained = copy.deepcopy(model) if made == "of a new copy" else model
-        if made != "once" and (made != "every second step" or number % 2):
-            optimizer = torch.optim.Adam(trained.parameters())
+        if made == "twice, in turns":
+            optimizer = pair[number % 2]
+        elif made != "once" and (made != "every second step" or number % 2):
+            kind = torch.optim.RMSprop if made.endswith("momentum") else torch.optim.Adam
+            optimizer = kind(trained.parameters())
             kept[:] = [optimizer] if number % 3 else []
         if made == "without state":
             optimizer = torch.optim.SGD(trained.parameters(), 0.01)
@@ -537,7 +543,22 @@ def test_an_optimizer_that_is_made_in_each_step(made: str, found: bool) -> None:
     assert ("optimizer-made-in-each-step" in [one.name for one in check_facts(Facts(behaviour=seen))]) is found
     if found:
         ((one,), (line,)) = seen.remade_optimizers, seen.optimizer_lines
-        assert (one.kind, one.remade, one.steps, one.line) == ("Adam", STEPS - 1, STEPS, line)
+        assert (one.kind, one.remade, one.steps, one.line) == (type(optimizer).__name__, STEPS - 1, STEPS, line)
+
+
+def test_no_hook_is_left_where_a_new_optimizer_has_the_id_of_one_that_is_gone() -> None:
+    watch = UpdateWatch(Places(str(HERE.parent)), lambda call: call())
+    models = [net(), net()]
+    for model in models:
+        model(data()).square().mean().backward()
+    first, second = (torch.optim.Adam(model.parameters()) for model in models)
+    watch._on = True
+    watch._judge(first, ("train.py", 1), by_closure=False)
+    watch._states[id(second)] = watch._states.pop(id(first))
+    watch._judge(second, ("train.py", 1), by_closure=False)
+    assert any(parameter._backward_hooks for parameter in models[0].parameters())
+    watch.stop()
+    assert not any(parameter._backward_hooks for model in models for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("last", "found"), [("softmax", True), ("log_softmax", False), ("relu", False)])

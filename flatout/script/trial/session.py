@@ -190,6 +190,18 @@ class Session:
         observed = observe(self.watch, threads_at_start=self._threads_at_start, rows=())
         self._write({"event": "described", "observed": observed.to_json()})
 
+    def _parts_of_steps(self) -> Callable[[], bool]:
+        """To be asked at each boundary: were those until now inside a step, as an optimizer has taken the lead?"""
+        finder = self.watch.finder
+        before = finder.replaced_leaders
+
+        def were_parts() -> bool:
+            nonlocal before
+            replaced, before = before != finder.replaced_leaders, finder.replaced_leaders
+            return replaced
+
+        return were_parts
+
     def _window(self, command: Command) -> Callable[[], bool]:
         assert self._device is not None
         device, settle, steps = self._device, command["settle"], command["steps"]
@@ -200,13 +212,10 @@ class Session:
             self.watch.suspend()
         device.synchronize()
         marks, drawn = [device.mark()], [self.watch.subject.samples_drawn]
-        finder = self.watch.finder
-        replaced = finder.replaced_leaders
+        were_parts = self._parts_of_steps()
 
         def boundary() -> bool:
-            nonlocal replaced
-            if finder.replaced_leaders != replaced:  # what was timed until here were parts of a step
-                replaced = finder.replaced_leaders
+            if were_parts():
                 marks.clear()
                 drawn.clear()
             marks.append(device.mark())
@@ -232,8 +241,11 @@ class Session:
     def _breakdown(self, command: Command) -> Callable[[], bool]:
         self.applied.set(self._choices(command))
         self.watch.open_window()
+        were_parts = self._parts_of_steps()
 
         def boundary() -> bool:
+            if self.watch.rows and were_parts():
+                self.watch.rows.clear()
             if len(self.watch.rows or ()) < command["steps"]:
                 return False
             rows = self.watch.close_window()

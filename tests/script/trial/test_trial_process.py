@@ -131,14 +131,20 @@ for step in range(60):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
-def test_the_first_steps_that_are_timed_are_whole_where_each_parameter_has_an_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_first_steps_that_are_timed_are_whole_where_each_parameter_has_an_optimizer(
+    tmp_path: Path, watched: bool
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(OPTIMIZER_PER_PARAMETER)
     setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
     with TrialProcess(setup) as trial:
         trial.start(120)
-        window = trial.window([], settle=1, steps=2)
-    assert min(window.settle_seconds + window.seconds) >= 0.05
+        if watched:
+            assert (trial.breakdown([], steps=2).step_seconds or 0.0) >= 0.05
+        else:
+            window = trial.window([], settle=1, steps=2)
+            assert min(window.settle_seconds + window.seconds) >= 0.05
 
 
 @pytest.mark.usefixtures("forked_trials")
