@@ -573,6 +573,19 @@ def ranks_overhead(document: Document) -> str:
     return table(header, rows, above(document, f", {document['ranks']} ranks with a thread each"))
 
 
+def ranks_memory(document: Document) -> str:
+    """By strategy: errors of the forecast, and how much more was held in some steps."""
+    rows = []
+    for name in STRATEGIES:
+        found = [one for one in document["rows"] if one["strategy"] == name]
+        if found:
+            errors = [abs(one["error"]) for one in found]
+            late = max(one["most_bytes"] / one["measured_bytes"] for one in found) - 1
+            rows.append([name, f"{len(found)}", f"{median(errors):.2%}", f"{max(errors):.2%}", percent(late)])
+    header = ["", "models and ranks", "median error", "largest", "more than that held in some step, at most"]
+    return table(header, rows, above(document, ", 2 and 4 ranks"))
+
+
 FAULTS = {
     "kill": "SIGKILL to a rank",
     "kill all": "SIGKILL to every rank at once",
@@ -665,6 +678,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "encode": encode,
     "gpu_training": gpu_training,
     "ranks_matrix": ranks_matrix,
+    "ranks_memory": ranks_memory,
     "ranks_overhead": ranks_overhead,
     "faults": faults,
     "hosts": hosts,

@@ -20,10 +20,16 @@ from torch.nn import functional
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
+from flatout.memory.tracking import plain_tensors
 from flatout.memory.workspace import Operation
 from flatout.parameters import copy_own_attributes
 from flatout.replaced import replaced
-from flatout.torch_private.dispatch import TorchDispatchMode, disable_current_modes, tree_leaves
+from flatout.torch_private.dispatch import (
+    TorchDispatchMode,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
 from flatout.torch_private.fake_tensors import (
     LOGGER,
     DataDependentOutputException,
@@ -77,7 +83,9 @@ class FakeRun(FakeTensorMode):
 
 
 def is_fake(tensor: object) -> bool:
-    """Has that tensor neither memory nor values?"""
+    """Has that tensor neither memory nor values? Nor has one around such tensors: a rank's part under FSDP, a DTensor."""
+    if isinstance(tensor, Tensor) and is_traceable_wrapper_subclass(tensor):
+        return all(isinstance(one, FakeTensor) for one in plain_tensors(tensor))
     return isinstance(tensor, FakeTensor)
 
 
@@ -136,7 +144,7 @@ class RealTensorsKept(TorchDispatchMode):
     ) -> object:
         in_place = func.__name__.partition(".")[0].endswith("_")
         for number, one in enumerate(tree_leaves((args, kwargs or {}))):
-            if not isinstance(one, Tensor) or isinstance(one, FakeTensor):
+            if not isinstance(one, Tensor) or is_fake(one):
                 continue
             if one.requires_grad and one.is_leaf and id(one) not in self._leaves:
                 self._leaves[id(one)] = one, one.grad

@@ -157,7 +157,7 @@ def _reserved(timeline: Timeline, target: Target, device: str | None) -> int:
         if not one.size_bytes or (device is not None and one.device != device):
             continue
         if born:
-            blocks[index] = allocator.allocate(one.size_bytes)
+            blocks[index] = allocator.allocate(one.size_bytes, one.stream)
         elif index in blocks:
             allocator.free(blocks.pop(index))
     return allocator.reserved_bytes

@@ -188,6 +188,11 @@ def _another_input(out: object, input: Tensor, *others: object) -> Workspace:
     return Workspace(inside_bytes=input.nbytes)
 
 
+def _reduce_scatter(out: object, part: Tensor, whole: Tensor, *others: object) -> Workspace:
+    """gloo sums up a copy of the whole and takes the part from it."""
+    return Workspace(inside_bytes=whole.nbytes)
+
+
 _RULES: dict[str, Rule] = {
     "aten::convolution": convolution,
     "aten::convolution_backward": convolution_backward,
@@ -226,4 +231,5 @@ _RULES: dict[str, Rule] = {
     "aten::abs": _of_complex,
     "aten::angle": _of_complex,
     "aten::native_dropout": _another_input,
+    "c10d::_reduce_scatter_base_": _reduce_scatter,
 }

@@ -39,6 +39,8 @@ class Allocation:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     device: str = "cpu"
+    stream: int = 0
+    """In which it was allocated; 0: the default one. Blocks of one stream do not serve another."""
     category: Category = "temporaries"
     died: int | None = None
 

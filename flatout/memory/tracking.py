@@ -107,6 +107,8 @@ class Tracker:
         self._origins: list[tuple[int, str, str]] = []
         """(sequence number of the newest autograd node, module, line) where either changed, in forward order."""
         self._newest_number = -1
+        self._streams = [torch.cpu.current_stream()]
+        """Of the CPU, where they are only switched; the first is the default one."""
         self._stack = contextlib.ExitStack()
         self._finished = False
 
@@ -326,12 +328,22 @@ class Tracker:
                 shape=shape,
                 dtype=dtype,
                 device=device,
+                stream=self._stream(device),
             )
         )
         self._events.append((index, True))
         self.held_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return index
+
+    def _stream(self, device: str) -> int:
+        if device == "cuda":
+            return torch.cuda.current_stream().stream_id if torch.cuda.is_initialized() else 0
+        current = torch.cpu.current_stream()  # FSDP switches these too; they have no numbers
+        number = next((number for number, one in enumerate(self._streams) if one is current), len(self._streams))
+        if number == len(self._streams):
+            self._streams.append(current)
+        return number
 
     def _dies(self, index: int) -> None:
         one = self._allocations[index]

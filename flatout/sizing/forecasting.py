@@ -56,10 +56,10 @@ from flatout.torch_private.modules import Convolution
 from flatout.train.flops import count_step
 from flatout.train.step import TrainStep
 
-FORECAST_RANKS = ("ddp", "zero1", "fsdp")
-UNCERTAINTY_RANKS = {"ddp": 0.05, "zero1": 0.05, "fsdp": 0.25}
-"""In addition, for what is sent and received. Under fsdp up to 22 % more was measured over gloo, by a profiler that
-misses what gloo's threads free; how much of that is real is not known."""
+FORECAST_RANKS = ("ddp", "zero1", "fsdp", "tensor")
+UNCERTAINTY_RANKS = {"ddp": 0.05, "zero1": 0.05, "fsdp": 0.25, "tensor": 0.05}
+"""In addition, for what is sent and received. Under fsdp gloo's threads let go of their copies late in some steps, when
+up to 25 % more was held; over NCCL nothing was measured."""
 UNCERTAINTY_CPU = 0.03
 UNCERTAINTY_UNREAD_KERNELS = 0.3
 """On a processor for which there are no rules of oneDNN's workspaces: the difference seen on one with AMX."""
@@ -96,7 +96,7 @@ def forecast(
     batch: any batch of the right kinds and shapes; with `batch_size`, its tensors are taken to have that many samples
     instead. device: where it would run; None: where the model is; 'cpu', 'cuda', or a GPU of the catalogue
     ('rtx-4090', 'a100-80gb', 'h200'), which need not be here. ranks: of the first of so many, which share training as
-    the plan's `parallel` says ('ddp', 'zero1', 'fsdp'); they need not be here either. The batch is that of all ranks.
+    the plan's `parallel` says ('ddp', 'zero1', 'fsdp', 'tensor'); they need not be here. The batch is that of all ranks.
 
     Raises UsageError for what is no TrainStep, a GPU that is not known, a batch without tensors, and ranks without a
     plan for them.
@@ -120,6 +120,8 @@ def _one_of(training: Training, samples: int, ranks: int) -> tuple[Training, int
         raise UsageError(
             "fsdp_cpu_offload is set", limit="what waits in the host's memory is not forecast", remedy="drop it"
         )
+    if training.plan.parallel == "tensor":  # each computes its part of the layers, for the whole batch
+        return replace(training, ranks=ranks), samples
     if samples < ranks:
         raise UsageError(f"the batch has {samples} samples for {ranks} ranks", limit="each has one at least")
     return replace(training, ranks=ranks), -(-samples // ranks)

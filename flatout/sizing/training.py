@@ -172,8 +172,7 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
     closing.callback(setattr, tracker, "model", None)  # it is part of cycles, which would keep the user's step alive
     if not model.training:
         model.train()
-    for parameter in training.parameters():
-        parameter.grad = None
+    _drop_gradients(training)
     tracker.hold(training.weights(), "weights")
     tracker.hold((one for _, one in tensors_in(batch)), "inputs")
     tracker.hold(_state_tensors(training.optimizer), "optimizer")
@@ -184,6 +183,11 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
         tracker.step = number
         step(batch)
     return step
+
+
+def _drop_gradients(training: Training) -> None:
+    for parameter in training.parameters():  # a name for the last one, in `follow_steps`, would keep it alive
+        parameter.grad = None
 
 
 def tell_terminal(line: str) -> None:

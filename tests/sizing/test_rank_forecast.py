@@ -31,6 +31,10 @@ def step_of(parallel: str | None, **options: Any) -> flatout.TrainStep:
     return flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), loss, plan)
 
 
+def scored_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
 BATCH = torch.zeros(16, 64), torch.zeros(16, dtype=torch.int64)
 
 
@@ -51,6 +55,44 @@ def test_what_each_strategy_leaves_to_a_rank() -> None:
     assert {one.batch_size for one in found.values()} == {4}
     assert str(found["fsdp"]).startswith("batch 4 on cpu, rank 0 of 4: peak ")
     assert not distributed.is_initialized()
+
+
+def test_the_peak_of_fsdp_is_what_is_held_when_gradients_are_scattered() -> None:
+    model = nn.Sequential(nn.Linear(600, 600, bias=False))
+    loss = flatout.supervised(nn.CrossEntropyLoss())
+    step = flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), loss, flatout.Plan(parallel="fsdp"))
+    batch = torch.zeros(4, 600), torch.zeros(4, dtype=torch.int64)
+    for ranks in (2, 4):
+        parts = 4  # of the weights, both moments and the gradients
+        whole = 3  # the gradients, the same in the order of ranks, and gloo's copy of that
+        peak = flatout.forecast(step, batch, ranks=ranks).peak_bytes
+        assert peak == pytest.approx(4 * 600 * 600 * (parts / ranks + whole), rel=0.03), ranks
+
+
+def test_streams_of_fsdp_have_segments_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(1200, 1200, bias=False))
+    loss = flatout.supervised(nn.CrossEntropyLoss())
+    step = flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), loss, flatout.Plan(parallel="fsdp"))
+    batch = torch.zeros(4, 1200), torch.zeros(4, dtype=torch.int64)
+    segment = 20 * 2**20  # the least that torch asks the driver for where more than 1 MiB is wanted
+    found = flatout.forecast(step, batch, ranks=2, device="cuda")
+    assert found.peak_bytes >= found.tensor_bytes + 2 * segment - 2 * model[0].weight.nbytes  # gathered and scattered
+
+
+def test_under_tensor_a_rank_has_its_part_of_the_layers_and_the_whole_batch() -> None:
+    config = flatout.models.TransformerConfig(vocab_size=400, max_tokens=32, width=64, heads=4, layers=2)
+    model = flatout.models.TransformerLM(config)
+    plan = flatout.Plan(parallel="tensor", micro_batches=2)
+    optimizer, loss = torch.optim.AdamW(model.parameters()), scored_tokens
+    step = flatout.TrainStep(model, optimizer, loss, plan)
+    alone = flatout.TrainStep(model, optimizer, loss, flatout.Plan(micro_batches=2))
+    tokens = torch.zeros(8, 32, dtype=torch.int64)
+    whole, half = flatout.forecast(alone, tokens), flatout.forecast(step, tokens, ranks=2)
+    assert half.batch_size == whole.batch_size == 8
+    assert 0.5 < half.categories["weights"] / whole.categories["weights"] < 0.55  # norms and positions are not cut
+    assert 0.5 < half.categories["optimizer"] / whole.categories["optimizer"] < 0.55
+    with pytest.raises(UsageError, match="has 4 heads, and there are 3 ranks"):
+        flatout.forecast(step, tokens, ranks=3)
 
 
 def test_more_ranks_hold_less_each() -> None:

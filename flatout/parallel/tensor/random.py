@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
+from flatout.torch_private.dispatch import disable_current_modes
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -32,7 +34,8 @@ class OwnStream:
         return OwnStream(self._across)  # of a copied model; nothing is under way while a model is copied
 
     def begin(self, device: torch.device) -> None:
-        seed = int(torch.randint(_SEEDS, ()))  # on the CPU also for a GPU: nothing waits
+        with disable_current_modes():  # a number in a forecast too
+            seed = int(torch.randint(_SEEDS, ()))  # on the CPU also for a GPU: nothing waits
         generator = _generator(device)
         self._common = generator, generator.get_state()
         generator.manual_seed((seed + self._across.rank) % _SEEDS)

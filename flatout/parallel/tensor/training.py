@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
-from flatout.data.nested import map_leaves
+from flatout.data.nested import map_leaves, tensors_in
 from flatout.errors import UsageError
+from flatout.memory.fake_run import is_fake
 from flatout.parallel.averaging import same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across, Cut, cut_of
@@ -109,7 +110,7 @@ class SameBatch:
 
     def check(self, batch: object) -> None:
         """A collective, once. Raises UsageError on all ranks."""
-        if self._compared:
+        if self._compared or any(is_fake(one) for _, one in tensors_in(batch)):  # in a forecast there are no others
             return
         self._compared = True
         every = self._across.of_all(_digest(batch))
