@@ -334,19 +334,20 @@ def whole_epoch(data: object) -> Iterator[None]:
 
     An iterator, which can be read only once, and data of any other kind are as they are.
     """
-    if not isinstance(data, Batches | Stream) or (isinstance(data, Stream) and data.once):
+    if not isinstance(data, Batches | Stream):
         yield
         return
     go_back = data.here()
-    data.position = 0
-    if isinstance(data, Batches):
-        data.trains = False
+    goes_back = isinstance(data, Batches) or not data.once
+    if goes_back:
+        data.position = 0
+    data.trains = False
     try:
         yield
     finally:
-        go_back()
-        if isinstance(data, Batches):
-            data.trains = True
+        if goes_back:
+            go_back()
+        data.trains = True
 
 
 def batches(

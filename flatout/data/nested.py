@@ -144,6 +144,7 @@ def batch_length(batch: object) -> int:
         raise UsageError(
             f"the batch is {type(batch).__name__} without a tensor that has a batch dimension",
             limit="a batch holds tensors [batch, ...], alone or in dicts, tuples, lists, dataclasses",
+            remedy="take its tensors out of it, or train with micro_batches = 1 and out_of_memory = 'raise'",
         )
     if len(set(sizes.values())) > 1:
         one_of_each = {size: path for path, size in reversed(sizes.items())}

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, TypeVar, c
 from flatout.data.fetch import WholeBatches, leaves, tensors_of
 from flatout.data.nested import is_numpy_array, leaves_in, map_leaves, map_tensors
 from flatout.data.order import epoch_seed
-from flatout.errors import UsageError
+from flatout.errors import UsageError, describe_error
 from flatout.generators import drawn_since, generators_kept, seed_generators, set_generators, undrawn_on_failure
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Samples:
 
     def _plain(self, wanted: list[int]) -> object:
         many = getattr(self._dataset, "__getitems__", None)
-        return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
+        return collated(self._collate, many(wanted) if many else [self._dataset[i] for i in wanted])
 
     def _seeded(self, wanted: list[int], seed: int) -> object:
         many = getattr(self._dataset, "__getitems__", None)
@@ -173,7 +173,25 @@ class Samples:
             for i in wanted:
                 seed_generators(epoch_seed(seed, i + 1))
                 samples.append(many([i])[0] if many else self._dataset[i])
-            return self._collate(samples)
+            return collated(self._collate, samples)
+
+
+def collated(collate_fn: Collate, samples: list[object]) -> object:
+    """The batch of these samples. UsageError for samples that torch's own function cannot put together; what another
+    function raises stays as it is."""
+    from torch import OutOfMemoryError
+    from torch.utils.data import default_collate
+
+    try:
+        return collate_fn(samples)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        if collate_fn is not default_collate or isinstance(error, OutOfMemoryError):
+            raise
+        raise UsageError(
+            f"{len(samples)} samples cannot be put together: {describe_error(error)}",
+            limit="torch stacks tensors, arrays and numbers of equal shapes, alone or in dicts and tuples",
+            remedy="pass collate_fn=..., which makes a batch of a list of samples: it pads, or stacks field by field",
+        ) from error
 
 
 def _is_own_generator(value: object) -> bool:
@@ -290,9 +308,10 @@ def _source_of(data: object, collate_fn: Collate) -> Source:
             limit="a tuple holds columns, as tensors or arrays; a list holds samples",
             remedy="pass (torch.tensor(inputs), torch.tensor(targets)), or list(zip(inputs, targets))",
         )
-    if not is_indexed(data) or _is_tensor(data) or isinstance(data, (str, bytes, Mapping)):
+    if not is_indexed(data) or _is_tensor(data) or isinstance(data, (str, bytes, Mapping, type)):
+        what = f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__
         raise UsageError(
-            f"{type(data).__name__} is not a source of batches",
+            f"{what} is not a source of batches",
             limit="tensors or arrays (in dicts, tuples, dataclasses), a Dataset, a stream or a DataLoader are",
         )
     if collate_fn is default_collate and _is_in_tensors(data):

@@ -14,9 +14,10 @@ from flatout.data.checksums import checksum
 from flatout.data.handing_out import HandingOut, PlaceState, no_batch, other_kind
 from flatout.data.order import epoch_seed, share_of_rank
 from flatout.data.prefetch import on_device
-from flatout.data.sources import Collate
+from flatout.data.sources import Collate, collated
 from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
+from flatout.units import counted
 
 
 class StreamState(PlaceState):
@@ -46,6 +47,9 @@ class Stream:
         """(epoch, position, checksum of the sample before it)."""
         self._left_out: tuple[list[object], int] | None = None
         """The samples at the end of the last pass that are no batch, being fewer than the ranks, and a seed."""
+        self._warned_of_left_out = False
+        self.trains = True
+        """As of Batches."""
 
     @property
     def ranks(self) -> int:
@@ -133,7 +137,9 @@ class Stream:
         while group := reading.take(out.batch_size):
             begin = reading.read - len(group)
             if len(group) < out.least_samples:
-                self._left_out = None if out.drop_last else (group, epoch_seed(reading.seed, begin + 1))
+                if not out.drop_last:
+                    self._left_out = group, epoch_seed(reading.seed, begin + 1)
+                    self._warn_of_left_out(len(group), reading.read)
                 return
             start, stop = share_of_rank(0, len(group), out.rank, out.ranks)
             found = checksum(group[-1])  # before the collate function, which may change its samples
@@ -141,10 +147,21 @@ class Stream:
             reading.ahead.append(_Made(samples=len(group), checksum=found, batch=batch))
             yield batch
 
+    def _warn_of_left_out(self, rest: int, samples: int) -> None:
+        """Once, as of Batches; here it is known no sooner than an epoch ends."""
+        if self._out.rank or self._warned_of_left_out or not self.trains:
+            return
+        self._warned_of_left_out = True
+        warnings.warn(
+            f"an epoch leaves out {counted(rest, 'sample')} of {samples}: the last batch would have fewer than there "
+            f"are ranks ({self._out.ranks})",
+            stacklevel=3,
+        )
+
     def _collated(self, samples: list[object], seed: int) -> object:
         with generators_kept():
             seed_generators(seed)
-            return self._collate(samples)
+            return collated(self._collate, samples)
 
 
 @dataclass(frozen=True, kw_only=True)

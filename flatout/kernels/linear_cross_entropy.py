@@ -79,8 +79,9 @@ def linear_cross_entropy(
     _check_numbers(label_smoothing, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    kind = hidden.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # on meta there is none
+    dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
     if _by_classes(hidden, dtype):
         apply = LossByClasses.apply
@@ -119,14 +120,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         origin: Tensor | None,
     ) -> Tensor:
-        device = hidden.device.type
+        kind = hidden.device.type
+        if not torch.amp.is_autocast_available(kind):
+            kind = "cpu"
         keep_origin(context, origin)
         context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         context.rows = len(hidden)
         counted = _counted_rows(targets, ignore_index)
         if counted is not None:
             hidden, targets = hidden.index_select(0, counted), targets[counted]
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(kind, enabled=False):
             terms = _Terms(hidden.to(dtype), weight, bias, targets, ignore_index, label_smoothing, classes)
             needs = context.needs_input_grad
             # As a number of that dtype: 1 / a whole number is in torch's default dtype, too coarse for fp64.
@@ -349,6 +352,11 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(f"bias is {list(bias.shape)}", limit=f"it is [classes], here [{weight.shape[0]}]")
+    for name, value in {"weight": weight, "targets": targets, "bias": bias}.items():
+        if value is not None and value.device != hidden.device:
+            verb = "are" if name == "targets" else "is"
+            what = f"{name} {verb} on {value.device} and hidden on {hidden.device}"
+            raise UsageError(what, limit="they are on one device", remedy=f"move it: {name}.to(hidden.device)")
     if reduction not in ("mean", "sum"):
         raise UsageError(f"reduction is {reduction!r}", limit="it is 'mean' or 'sum'")
 

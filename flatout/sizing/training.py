@@ -244,8 +244,13 @@ def _samples_of(batch: object) -> int:
     """How many samples an example batch has; at least one."""
     try:
         samples = batch_length(batch)
-    except UsageError:
-        raise
+    except UsageError as error:  # its remedies are those of a training, which need not count samples
+        raise UsageError(
+            error.what,
+            limit=error.limit,
+            remedy="pass only tensors with an entry for each sample, others, such as an edge_index, through loss_fn: "
+            "functools.partial(loss_fn, edge_index=edge_index); or run the script itself: flatout memory train.py",
+        ) from error
     except Exception as error:
         raise UsageError(
             f"the example batch is a {type(batch).__name__}",

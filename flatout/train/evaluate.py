@@ -156,6 +156,13 @@ class _Totals:
         """Waits for the device."""
         if not self._sums and not self._gathered:
             raise UsageError("there is no batch to evaluate", limit="at least one batch is needed")
+        negative = next((name for name, (_, count) in self._sums.items() if float(count) < 0), None)
+        if negative is not None:
+            raise UsageError(
+                f"the figure {negative!r} is of {float(self._sums[negative][1]):g} items",
+                limit="a pair is (sum over the items, their number)",
+                remedy="return a number of at least 0",
+            )
         means = {
             name: float(total) / float(count) if float(count) else float("nan")
             for name, (total, count) in self._sums.items()

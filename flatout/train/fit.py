@@ -24,7 +24,7 @@ from flatout.data.given_batches import GivenBatches, batches_of
 from flatout.data.stream import Stream
 from flatout.errors import UsageError
 from flatout.parallel.whole_tensors import is_distributed
-from flatout.train.fit_run import Evaluation, Run, Source
+from flatout.train.fit_run import USUAL_METRIC, Evaluation, Run, Source
 from flatout.train.interruption import Stop, stop_on_signals
 from flatout.train.loggers import Logger, RunLoggers, check_loggers
 from flatout.train.patience import Patience, Waiting, as_patience, direction
@@ -174,7 +174,7 @@ def _end_epoch(
         run.call(after_epoch, run.step, run.source.epoch, dict(figures))
     if whole and stop_when is not None:
         run.stopped = _any_rank(run.call(stop_when, dict(figures)), run.step)
-    run.save_epoch(ranked=whole and evaluation is not None)
+    run.save_epoch(ranked=whole and (evaluation is not None or run.metric != USUAL_METRIC))
     run.check_loggers()
 
 
@@ -344,10 +344,13 @@ def _check_metric_of_training(
     evaluation: Evaluation | None, metric: str, patience: Patience | None, scheduler: object
 ) -> None:
     """Without an evaluation there are the training's own figures alone."""
+    if evaluation is not None or metric.startswith("train_"):
+        return
     reader = "patience" if patience is not None else "epoch_scheduler" if needs_metric(scheduler) else None
-    if evaluation is None and reader is not None and not metric.startswith("train_"):
+    if reader is not None or metric != USUAL_METRIC:
+        named = f"metric is {metric!r}" if reader is None else f"{reader} reads {metric!r}"
         raise UsageError(
-            f"{reader} reads {metric!r}, and there is no evaluation",
+            f"{named}, and there is no evaluation",
             limit="without one the figures of an epoch are train_loss, and train_NAME for those of loss_fn",
             remedy="pass evaluation, or metric='train_loss'",
         )

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Evaluation: TypeAlias = Callable[[], Mapping[str, SupportsFloat]]
 Source: TypeAlias = Batches | Stream | GivenBatches
 T = TypeVar("T")
+USUAL_METRIC = "loss"
+"""What `fit` ranks by where the caller names nothing."""
 _END = object()
 
 
@@ -362,9 +364,11 @@ class Run:
                 scheduler.step()
 
     def save_epoch(self, *, ranked: bool) -> None:
-        """Save, ranked by the metric. UsageError, after saving, if the evaluation has no such figure."""
+        """Save, ranked by the metric. UsageError, after saving, if there is no such figure; where nothing is ranked,
+        for a name that the caller gave."""
         self.save(self.figures.get(self.metric))
-        if ranked and self.checkpoints is not None and self.metric not in self.figures:
+        asked = self.checkpoints is not None or self.metric != USUAL_METRIC
+        if ranked and asked and self.metric not in self.figures:
             self._refuse_metric(self.figures)
 
     def _refuse_metric(self, figures: Mapping[str, float]) -> NoReturn:

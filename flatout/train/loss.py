@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeGuard
 
 from flatout.arguments import as_function, described, wrong
-from flatout.data.nested import batch_length
+from flatout.data.nested import batch_length, is_numpy_array
 from flatout.errors import UsageError
 from flatout.train.global_metrics import MetricLike, as_metric, over_all
 from flatout.train.loss_parts import figures_of
@@ -98,7 +98,8 @@ class Supervised:
         _check_elementwise(self.criterion, outputs, targets)
         try:
             return self.criterion(outputs, targets)
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            _explain_kinds(self.criterion, outputs, targets, error)
             _explain_targets(self.criterion, outputs, targets, error)
             raise
 
@@ -238,25 +239,59 @@ def _check_elementwise(criterion: object, outputs: object, targets: object) -> N
         )
 
 
-def _explain_targets(criterion: object, outputs: object, targets: object, error: Exception) -> None:
-    """Raise a UsageError that says what is wrong with the class indices, if they are the cause."""
-    if type(criterion).__name__ not in ("CrossEntropyLoss", "NLLLoss"):
+def _explain_kinds(criterion: object, outputs: object, targets: object, error: Exception) -> None:
+    """Raise a UsageError if a criterion of torch was given something else than tensors; one's own may take it."""
+    module = getattr(criterion.func if isinstance(criterion, functools.partial) else criterion, "__module__", "")
+    if module not in ("torch.nn.functional", "torch.nn.modules.loss") or is_numpy_array(targets):  # explained elsewhere
         return
+    if not _is_tensor(outputs):
+        raise UsageError(
+            f"the model returns {described(outputs)}",
+            limit="supervised() passes what it returns to the criterion, which takes a tensor",
+            remedy="write a loss_fn(model, batch) that takes the scores out of it, or return them alone",
+        ) from error
+    if not _is_tensor(targets):
+        raise UsageError(
+            f"the targets are {described(targets)}",
+            limit="the criterion compares two tensors",
+            remedy="convert them once: torch.as_tensor(targets)",
+        ) from error
+
+
+def _explain_targets(criterion: Callable[..., Tensor], outputs: object, targets: object, error: Exception) -> None:
+    """Raise a UsageError that says what is wrong with the class indices, if they are the cause."""
     if not _is_tensor(outputs) or not _is_tensor(targets):
+        return
+    name = type(criterion).__name__
+    if name in ("BCELoss", "BCEWithLogitsLoss") and not targets.is_floating_point():
+        limit = f"{name} compares them with probabilities, as floating-point numbers"
+        raise UsageError(f"the targets are {targets.dtype}", limit=limit, remedy="use targets.float()") from error
+    if name not in ("CrossEntropyLoss", "NLLLoss"):
         return
     classes = outputs.shape[1] if outputs.dim() > 1 else 0
     shapes = f"the model returns {list(outputs.shape)} and the targets are {list(targets.shape)} {targets.dtype}"
     per_item = [*outputs.shape[:1], *outputs.shape[2:]]
-    if list(targets.shape) == per_item and targets.is_floating_point():
+    if list(targets.shape) == per_item and str(targets.dtype) not in ("torch.int64", "torch.uint8"):
         limit, remedy = "class indices are int64", "use targets.long()"
     elif list(targets.shape) not in (per_item, list(outputs.shape)):
         limit, remedy = f"there is one class index for each of {per_item}", "check how the batch is put together"
-    elif not targets.is_floating_point() and targets.numel() and not 0 <= int(targets.max()) < classes:
-        shapes = f"a target is class {int(targets.max())}"
+    elif (stray := _no_class(targets, classes, _setting(criterion, "ignore_index"))) is not None:
+        shapes = f"a target is class {stray}"
         limit, remedy = f"the model has {classes} classes, 0 to {classes - 1}", "give its last layer more outputs"
+        if stray < 0:
+            remedy = "number the classes from 0; for items without one, pass the criterion ignore_index"
     else:
         return
     raise UsageError(shapes, limit=limit, remedy=remedy) from error
+
+
+def _no_class(targets: Tensor, classes: int, ignored: int | None) -> int | None:
+    """A target that is no class, and is not ignored; of several the largest or, if that is one, the lowest."""
+    if targets.is_floating_point():
+        return None
+    counted = targets[targets != ignored]
+    ends = (int(counted.max()), int(counted.min())) if counted.numel() else ()
+    return next((one for one in ends if not 0 <= one < classes), None)
 
 
 def pair(batch: object) -> tuple[object, object]:

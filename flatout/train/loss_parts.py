@@ -110,6 +110,12 @@ def check_loss(loss: object) -> None:
         remedy = "return its .loss" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
         what = f"loss_fn returned {type(loss).__name__}"
         raise UsageError(what, limit="it returns the mean loss, a scalar tensor", remedy=remedy)
+    if loss.is_complex():
+        raise UsageError(
+            f"loss_fn returned a tensor of {loss.dtype}",
+            limit="it returns the mean loss, a real number: of complex ones none is the lowest",
+            remedy="return a real one, such as output.abs().square().mean()",
+        )
     if loss.numel() != 1:
         raise UsageError(
             f"loss_fn returned a tensor of shape {list(loss.shape)}",

@@ -47,10 +47,12 @@ def join_recurrent_weights(model: Module) -> None:
 
 
 def explain_batch(model: Module, batch: object, error: Exception) -> None:
-    """Raise a UsageError for a batch that does not match the model: on another device, in float64, of numpy arrays."""
+    """Raise a UsageError for a batch that does not match the model: on another device, in another dtype, of numpy
+    arrays."""
     explain_devices(model, batch, error)
     _explain_arrays(batch, error)
     _explain_doubles(model, batch, error)
+    _explain_dtypes(model, batch, error)
 
 
 def _explain_arrays(batch: object, error: Exception) -> None:
@@ -77,6 +79,23 @@ def _explain_doubles(model: Module, batch: object, error: Exception) -> None:
                 f"{path} is float64, the default of numpy and scikit-learn",
                 limit=f"the model's weights are {dtype}, and products need one dtype",
                 remedy="convert the data once: array.astype('float32') or tensor.float()",
+            ) from error
+
+
+def _explain_dtypes(model: Module, batch: object, error: Exception) -> None:
+    """The other way round: a model that was converted, and data that was not."""
+    if not isinstance(error, RuntimeError) or "dtype" not in str(error):
+        return
+    held = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    if len(held) != 1:
+        return
+    (dtype,) = held
+    for path, tensor in tensors_in(batch):
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            raise UsageError(
+                f"{path} is {str(tensor.dtype).removeprefix('torch.')}",
+                limit=f"the model's weights are {str(dtype).removeprefix('torch.')}, and products need one dtype",
+                remedy=f"convert the data, tensor.to({dtype}), or leave the model as it is: model.to({tensor.dtype})",
             ) from error
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from flatout.data import workers as loading
-from flatout.data.batches import batches
+from flatout.data.batches import batches, whole_epoch
 from flatout.data.fetch import leaves
 from flatout.data.sources import Whole
 from flatout.data.workers import Pacing, start_method
@@ -386,6 +386,48 @@ def test_samples_of_a_loader_without_batches_are_stacked() -> None:
     loader = DataLoader(pairs, batch_size=None)  # type: ignore[arg-type]
     x, y = next(iter(batches(loader, 4, shuffle=False)))
     assert (x.shape, y.tolist()) == ((4, 1), [0, 1, 2, 3])
+
+
+class Lengths(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.zeros(i + 1) for i in range(4))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([Pairs(1, 2)] * 4, "2 samples cannot be put together: TypeError: .* found .*Pairs.*; torch stacks"),
+        ([torch.zeros(i + 1) for i in range(4)], "cannot be put together: RuntimeError: stack expects each tensor"),
+        (Lengths(), "cannot be put together: RuntimeError: stack expects each .* pass collate_fn="),
+        ([{"x": 1}, {"y": 1}], "cannot be put together: KeyError"),
+        (list, "the class list is not a source of batches"),
+    ],
+)
+def test_samples_that_make_no_batch_are_named(data: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        seen(batches(data, 2))
+
+
+def test_an_error_of_a_collate_function_stays_as_it_is() -> None:
+    def broken(samples: list[object]) -> object:
+        raise TypeError("of the function itself")
+
+    with pytest.raises(TypeError, match=r"^of the function itself$"):
+        seen(batches([1, 2], 2, collate_fn=broken))
+
+
+def test_a_stream_says_once_that_its_end_is_left_out() -> None:
+    """As other data does, by its first rank alone; not where it is evaluated, as that counts these samples too."""
+    text = r"^an epoch leaves out 1 sample of 50: the last batch would have fewer than there are ranks \(2\)$"
+    first, second = (batches(Counting(), 7, rank=rank, ranks=2) for rank in range(2))
+    with whole_epoch(first):
+        seen(first)
+    with pytest.warns(UserWarning, match=text) as caught:
+        seen(first, epochs=2)
+    assert len(caught) == 1
+    seen(second)
+    seen(batches(Counting(), 7, rank=0, ranks=2, drop_last=True))
+    seen(batches(Counting(), 7))
 
 
 def test_an_iterator_goes_on_where_a_loop_left_it() -> None:

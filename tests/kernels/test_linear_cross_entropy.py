@@ -193,3 +193,26 @@ def test_gradients_of_a_mean_are_as_exact_as_fp64() -> None:
     wanted = torch.autograd.grad(functional.cross_entropy(functional.linear(hidden, weight), targets), [hidden, weight])
     found = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), [hidden, weight])
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_meta_device_it_has_shapes_alone(dtype: torch.dtype) -> None:
+    hidden, weight, bias = (one.to("meta", dtype).detach().requires_grad_() for one in inputs()[:3])
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = linear_cross_entropy(hidden, weight, inputs()[3].to("meta"), bias)
+        assert (loss.device.type, loss.shape, loss.dtype) == ("meta", (), torch.float32)
+        gradients = torch.autograd.grad(loss, [hidden, weight, bias])
+        assert [(one.shape, one.dtype, one.device.type) for one in gradients] == [
+            (one.shape, dtype, "meta") for one in (hidden, weight, bias)
+        ]
+
+
+@pytest.mark.parametrize(("place", "what"), [(1, "weight is"), (2, "bias is"), (3, "targets are")])
+def test_tensors_on_two_devices_are_refused(place: int, what: str) -> None:
+    """In bf16 on a CPU the gradients were memory that nothing had been written to."""
+    given = list(inputs(torch.bfloat16))
+    given[place] = given[place].to("meta")
+    hidden, weight, bias, targets = given
+    with pytest.raises(UsageError, match=rf"^{what} on meta and hidden on cpu; they are on one device; move it"):
+        linear_cross_entropy(hidden, weight, targets, bias)

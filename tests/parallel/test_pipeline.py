@@ -319,6 +319,40 @@ os._exit(0)
 )
 
 
+FROZEN = (
+    HIDDEN
+    + """
+for at_first in (True, False):
+    model = Model()
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        lambda model, batch: model(batch).square().mean(),
+        Plan(parallel="pipeline", micro_batches=2),
+    )
+    if not at_first:
+        step(batch)
+    model.blocks[:3].requires_grad_(False)
+    try:
+        step(batch)
+    except FlatoutError as error:
+        print(error)
+leave()
+"""
+)
+
+
+def test_a_first_stage_without_training_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    """From the first step on, or where blocks are frozen later."""
+    for code, printed, errors in run_ranks(FROZEN, 2):
+        assert code == 0, errors
+        lines = printed.splitlines()
+        assert len(lines) == 2
+        for line in lines:
+            assert line.startswith("nothing on rank 0 is trained, up to block ")
+            assert line.endswith("; freeze fewer blocks, use fewer ranks, or parallel = 'fsdp'")
+
+
 def test_parts_of_other_shapes_than_the_first_are_an_error(run_ranks: RunRanks) -> None:
     printed = run_ranks(FAILING, 2, "trimmed")[0][1]
     assert "UsageError a part of a batch is passed on between stages with shape [2, 3, 6]" in printed

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from typing import Any
 
@@ -182,6 +183,37 @@ def test_a_batch_has_samples() -> None:
         forecast(TrainStep(model, optimizer, LOSS), batch(), batch_size=0)
     with pytest.raises(UsageError):
         forecast(TrainStep(model, optimizer, LOSS), {"no": "tensors"})
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(x)
+        return hidden.index_add(0, edge_index[1], hidden[edge_index[0]])
+
+
+def test_a_graph_is_forecast_where_its_edges_are_no_part_of_the_batch() -> None:
+    """As the refusal says: the remedy of a training, which need not count samples, is none of a forecast."""
+
+    def loss_fn(model: nn.Module, batch: Any, edge_index: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["x"], edge_index), batch["y"])
+
+    model = Graph()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    nodes = {"x": torch.randn(10, 4), "y": torch.randint(3, (10,))}
+    edges = torch.randint(10, (2, 30))
+    step = TrainStep(model, optimizer, lambda model, batch: loss_fn(model, batch, batch["edge_index"]))
+    with pytest.raises(UsageError) as caught:
+        forecast(step, {**nodes, "edge_index": edges})
+    assert caught.value.what.endswith("differ in their first size: batch['x'] has 10, batch['edge_index'] has 2")
+    assert caught.value.limit == "it is the number of samples, along which a batch is split"
+    assert "functools.partial(loss_fn, edge_index=edge_index)" in caught.value.remedy
+    assert "micro_batches" not in str(caught.value)
+    partial = functools.partial(loss_fn, edge_index=edges)
+    assert forecast(TrainStep(model, optimizer, partial), nodes).peak_bytes > 0
 
 
 def test_a_loss_function_with_a_model_of_its_own_is_refused() -> None:

@@ -166,6 +166,8 @@ def test_a_mean_says_what_its_items_are() -> None:
 
     whole = evaluate(model, [tens, one], supervised(nn.CrossEntropyLoss()).metrics)
     assert evaluate(model, [tens, one], valid)["loss"] == pytest.approx(whole["loss"])
+    with pytest.raises(UsageError, match="the figure 'loss' is of -3 items; a pair is"):
+        evaluate(model, [(x, y)], lambda model, batch: {"loss": (1.0, -3)})
     with pytest.raises(UsageError, match=r"a pair with a tensor of shape \[20\]"):
         evaluate(model, [(x, y)], lambda model, batch: {"loss": (batch[0][:, 0], 20)})
 

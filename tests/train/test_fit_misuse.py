@@ -181,6 +181,19 @@ def test_an_epoch_whose_evaluation_fails_is_saved_and_evaluated_again(
     assert done.loss == whole.loss
 
 
+def test_a_wrong_metric_is_refused_where_nothing_is_ranked_by_it() -> None:
+    """A run without checkpoints and patience would end as if the name were right."""
+    with pytest.raises(UsageError, match=r"^metric is 'acc', and there is no evaluation; .*; pass evaluation, or metr"):
+        fit(training(), batches(X, 4), epochs=1, metric="acc")
+    with pytest.raises(UsageError, match=r"^metric is 'acc'; the figures of an epoch are 'train_loss', 'accuracy'; na"):
+        fit(training(), batches(X, 4), epochs=1, metric="acc", evaluation=lambda: {"accuracy": 0.5})
+    with pytest.raises(UsageError, match=r"^metric is 'train_lss'; the figures of an epoch are 'train_loss'; name one"):
+        fit(training(), batches(X, 4), epochs=1, metric="train_lss")
+    for metric in ("train_loss", "accuracy"):
+        fit(training(), batches(X, 4), epochs=1, metric=metric, evaluation=lambda: {"accuracy": 0.5})
+    fit(training(), batches(X, 4), epochs=1, evaluation=lambda: {"accuracy": 0.5})
+
+
 def test_an_epoch_without_the_metric_is_evaluated_again(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="metric is 'loss'; the figures of an epoch are 'train_loss', 'error'"):
         halved(2, lambda: {"error": 1.0}, tmp_path, patience=3)

@@ -256,6 +256,7 @@ def test_what_does_not_belong_together_is_refused(make: Callable[[], Any], said:
         (lambda model, batch: 3.0, "returned float"),
         (lambda model, batch: model(batch[0]), r"shape \[12, 5\]"),
         (lambda model, batch: model(batch[0]).detach().mean(), "does not depend"),
+        (lambda model, batch: model(batch[0]).mean() * 1j, "a tensor of torch.complex64; .* a real number"),
         (supervised(nn.CrossEntropyLoss()), "a list of 3|a tuple of 3"),
     ],
 )
@@ -296,6 +297,17 @@ def test_mixed_devices_are_named() -> None:
         step((x, y))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_data_that_was_not_converted_with_the_model_is_named(dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        UsageError, match=rf"batch\[0\] is float32; the model's weights are {name}, .*model.to\(torch.fl"
+    ):
+        step(data()[0])
+
+
 def test_a_users_own_error_stays_the_users() -> None:
     model = net()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
@@ -307,16 +319,67 @@ def test_a_users_own_error_stays_the_users() -> None:
     ("criterion", "targets", "said"),
     [
         (nn.CrossEntropyLoss(), torch.zeros(12), "class indices are int64"),
+        (
+            nn.CrossEntropyLoss(),
+            torch.zeros(12, dtype=torch.int32),
+            "torch.int32; class indices are int64; use targets",
+        ),
         (nn.CrossEntropyLoss(), torch.zeros(11, dtype=torch.long), r"one class index for each of \[12\]"),
         (nn.CrossEntropyLoss(), torch.full((12,), 5), "a target is class 5; the model has 5 classes, 0 to 4"),
+        (
+            nn.CrossEntropyLoss(),
+            torch.arange(12) % 5 - 1,
+            "a target is class -1; .*; number the classes from 0; for items",
+        ),
+        (
+            nn.CrossEntropyLoss(ignore_index=9),
+            torch.full((12,), -100),
+            "a target is class -100; .*; number the classes",
+        ),
+        (nn.CrossEntropyLoss(), [0] * 12, "the targets are a list; the criterion compares two tensors; convert them"),
+        (nn.MSELoss(), None, "the targets are None; the criterion compares two tensors"),
+        (
+            nn.BCEWithLogitsLoss(),
+            torch.ones(12, 5, dtype=torch.int64),
+            "targets are torch.int64; .*; use targets.float()",
+        ),
+        (
+            nn.BCEWithLogitsLoss(),
+            torch.ones(12, 5, dtype=torch.bool),
+            "targets are torch.bool; .*; use targets.float()",
+        ),
         (nn.MSELoss(), torch.zeros(12), r"returns \[12, 5\] and the targets are \[12\]"),
     ],
 )
-def test_wrong_targets_are_named(criterion: nn.Module, targets: torch.Tensor, said: str) -> None:
+def test_wrong_targets_are_named(criterion: nn.Module, targets: Any, said: str) -> None:
     model = net()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(criterion))
     with pytest.raises(UsageError, match=said):
         step((data()[0][0], targets))
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.functional.cross_entropy])
+def test_a_criterion_is_given_a_tensor(criterion: Any) -> None:
+    """torch's own say which of their internal calls fails; a criterion of one's own may take a tuple."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.net(x), x
+
+    def own(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs[0], targets)
+
+    def step(criterion: Any) -> TrainStep:
+        model = Pair()
+        return TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(criterion))
+
+    with pytest.raises(UsageError, match=r"^the model returns a tuple; supervised\(\) passes .*; write a loss_fn"):
+        step(criterion)(data()[0])
+    assert step(own)(data()[0]).isfinite()
 
 
 def test_images_in_another_layout_train_the_same_model() -> None:

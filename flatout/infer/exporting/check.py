@@ -6,8 +6,9 @@ order of summation costs a few units in the last place, a dropped term far more.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,7 +85,11 @@ def first_sample(model: nn.Module, example: Example) -> Sample:
     except Exception as error:
         line = user_line(error)
         what = f"the module fails on the example inputs{f' at {line}' if line else ''}: {type(error).__name__}"
-        raise UsageError(what, limit=first_words(error), remedy="pass inputs that forward takes") from error
+        remedy = "pass inputs that forward takes"
+        if len(example.args) == 1 and isinstance(given := example.args[0], Mapping):
+            named = f"forward{inspect.signature(model.forward)}"
+            remedy = f"name inputs as forward does: the keys are {', '.join(map(repr, given))}, and it is {named}"
+        raise UsageError(what, limit=first_words(error), remedy=remedy) from error
 
 
 def samples_of(model: nn.Module, example: Example, dynamic: Dynamic, notes: list[str]) -> list[Sample]:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from flatout.arguments import described
 from flatout.data.nested import map_leaves, map_tensors, tensors_in
 from flatout.errors import UsageError
 from flatout.infer.exporting.report import Dynamic
@@ -63,9 +64,20 @@ def example_from(model: nn.Module, example_inputs: object, dynamic: Dynamic) -> 
     """
     args, kwargs = _call_of(model, _as_tensors(model, example_inputs))
     _check_kinds((args, kwargs))
-    sized = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.ndim > 0]
+    tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+    if any(tensor.is_meta for tensor in tensors):
+        limit, remedy = "the module is run on them", "pass tensors that hold values"
+        raise UsageError("example_inputs are on the meta device", limit=limit, remedy=remedy)
+    sized = [tensor for tensor in tensors if tensor.ndim > 0]
     batch = sized[0].shape[0] if sized else None
     length = _length(sized)
+    if dynamic != "none" and not tensors:
+        limit = "it is a tensor, a tuple of positional inputs, or a dict of named ones"
+        remedy = "for example torch.zeros(2, 3, 32, 32); if the module takes no tensor, pass dynamic='none'"
+        what = f"example_inputs is {described(example_inputs)}" + (
+            ", without a tensor in it" if isinstance(example_inputs, Mapping | tuple | list) else ""
+        )
+        raise UsageError(what, limit=limit, remedy=remedy)
     if dynamic != "none" and batch is None:
         limit = "a batch is the first dimension of a tensor"
         raise UsageError("the example inputs have no batch", limit=limit, remedy="pass dynamic='none'")

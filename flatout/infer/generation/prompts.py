@@ -12,6 +12,7 @@ from typing import TypeGuard
 
 import torch
 
+from flatout.arguments import described
 from flatout.errors import UsageError
 from flatout.infer.generation.token_ids import whole_number
 from flatout.infer.tokenizer_source import Tokenizer, encode_of
@@ -94,8 +95,15 @@ def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
             raise UsageError(what, limit="token ids are whole numbers [tokens]", remedy="pass a tokenizer's input_ids")
         return [int(one) for one in prompt.tolist()]
     if not _is_row(prompt) or not all(_is_id(one) and not isinstance(one, bool) for one in prompt):
-        raise _wrong_type(f"prompt {index} is", prompt)
+        raise _wrong_type(f"prompt {index} is", prompt, _first_that_is_no_id(prompt))
     return [number for one in prompt if (number := whole_number(one)) is not None]
+
+
+def _first_that_is_no_id(prompt: object) -> str:
+    if not _is_row(prompt):
+        return ""
+    place, one = next((i, one) for i, one in enumerate(prompt) if not _is_id(one) or isinstance(one, bool))
+    return f"its entry {place} is {described(one)}, and token ids are whole numbers"
 
 
 def _is_row(prompt: object) -> TypeGuard[Sequence[object]]:
@@ -177,6 +185,6 @@ def _checked(index: int, ids: list[int], vocabulary: int, most: int | None) -> l
     return ids
 
 
-def _wrong_type(subject: str, value: object) -> UsageError:
+def _wrong_type(subject: str, value: object, why: str = "") -> UsageError:
     kinds = "a text, a list of token ids or a whole-number tensor"
-    return UsageError(f"{subject} of type {type(value).__name__}", limit=f"a prompt is {kinds}")
+    return UsageError(f"{subject} of type {type(value).__name__}", limit=f"a prompt is {kinds}", remedy=why)

@@ -111,7 +111,11 @@ class TokenGenerator:
         if draft is not None or self.plan.speculation is not None:
             _check_guesses(self._prepared, "the model")
         if draft is not None:
-            self._draft = self._prepare(as_model(draft, "draft"), self.plan)
+            as_model(draft, "draft")
+            try:
+                self._draft = self._prepare(draft, self.plan)
+            except UsageError as error:  # it names a model, and there are two
+                raise type(error)(f"the draft: {error.what}", limit=error.limit, remedy=error.remedy) from error
             _check_guesses(self._draft, "the draft")
             own, of_draft = self.engine.vocabulary, self._draft.engine.vocabulary
             if own != of_draft:
@@ -457,7 +461,12 @@ def _start_token(given: object, own: ModelSettings, vocabulary: int, encodes: bo
 
 def _check_guesses(prepared: Prepared, name: str) -> None:
     """PlanError for a model with which nothing can be guessed ahead."""
-    if prepared.decoder is None:
-        what = f"guessing ahead, and {name} is run by {prepared.reason}"
-        limit = "a wrong guess is cut from a cache that is kept here"
-        raise PlanError(what, limit=limit, remedy="leave out speculation and draft")
+    if prepared.decoder is not None:
+        return
+    what = f"guessing ahead, and {name} is run by {prepared.reason}"
+    limit = "a wrong guess is cut from a cache that is kept here"
+    if prepared.engine.encodes:
+        what = f"guessing ahead, and {name} is an encoder-decoder"
+        limit = "guesses go on with the prompt itself, by a model that is a decoder alone"
+    remedy = "use a draft that is a decoder alone, or leave it out" if name == "the draft" else ""
+    raise PlanError(what, limit=limit, remedy=remedy or "leave out speculation and draft")

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from flatout.arguments import described
 from flatout.data.nested import map_leaves
 from flatout.errors import UsageError
 from flatout.infer.output_tensors import is_tensor, output_tensors, output_values
@@ -132,6 +133,11 @@ class Runner:
             id(leaf): (self.layout.dimension(path, leaf, rows or len(samples)), path in trimmed)
             for path, leaf in output_tensors(host)
         }
+
+        if not taken:
+            what = f"the model returned {described(output)}, without a tensor"
+            limit = "each tensor of the output has a row for each sample"
+            raise UsageError(what, limit=limit, remedy="return a tensor, or several in a tuple or dict")
 
         def take(leaf: Tensor, place: int, length: int | None) -> Tensor:
             dimension, trim = taken[id(leaf)]

@@ -157,10 +157,12 @@ def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device
     try:
         made = copy.deepcopy(model, dict(copies))
     except Exception as error:
+        what = f"the model cannot be copied: {type(error).__name__}: {error}"
         remedy = "keep files, locks and generators out of the model"
         if hasattr(model, "reshard"):  # of FSDP2
-            remedy = "restore a checkpoint of the sharded model into one that is not, and give that one"
-        what = f"the model cannot be copied: {type(error).__name__}: {error}"
+            what = "the model's weights are sharded over ranks"
+            remedy = "restore a checkpoint of the sharded model into one that is not, and give that one: "
+            remedy += "flatout.restore(checkpoints.latest(), model=whole)"
         raise UsageError(what, limit="predict works on a copy of it", remedy=remedy) from error
     join_recurrent_weights(made)
     config = getattr(made, "config", None)

@@ -104,6 +104,12 @@ def _tensor(name: str | int, part: object) -> Tensor:
     if tensor.is_nested:
         remedy = "pass what it holds as an input each"
         raise UsageError("the input is a nested tensor", limit=KINDS, remedy=remedy)
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise UsageError(f"the input is a tensor of layout {kind}", limit=KINDS, remedy="pass input.to_dense()")
+    if tensor.is_meta:
+        limit, remedy = "predict computes with its values", "pass a tensor that holds some"
+        raise UsageError("the input is on the meta device", limit=limit, remedy=remedy)
     if tensor.dtype in (torch.uint8, torch.uint16, torch.int8, torch.int16, torch.uint32) and tensor.dim() == 1:
         tensor = tensor.long()  # tokens as files hold them
     return tensor

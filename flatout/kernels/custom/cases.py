@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from flatout.kernels.custom.argument_specs import TensorArgument
+from flatout.kernels.custom.argument_specs import FLOATS, TensorArgument
 from flatout.kernels.custom.definition import LAYOUTS, Definition
 from flatout.kernels.custom.footprint import Footprint, elements, shape_of
 
-Values = Literal["normal", "large", "zeros"]
+Values = Literal["normal", "large", "zeros", "NaN", "infinite"]
+NONFINITE: tuple[Values, ...] = ("NaN", "infinite")
+"""Some values are; only inputs without a range have such."""
 
 EDGES = (
     *(0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129),
@@ -27,6 +29,8 @@ FEWER_EDGES = (0, 1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 129, 257)
 SMALL = (1, 2, 3, 5)
 MOST_ELEMENTS = 1 << 20
 """Of a case's inputs together; its outputs may have twice as many."""
+MOST_NONFINITE, FEWER_NONFINITE = 24, 8
+"""Of a dtype's cases that are tried with NaN and infinity too; the second for a quick check."""
 FAR = 1 << 24
 """No size is larger, unless the kernel is restricted to larger ones."""
 
@@ -94,6 +98,21 @@ def draw_cases(definition: Definition, *, seed: int, count: int, quick: bool) ->
             if is_possible(definition, numbered):
                 found.setdefault(numbered.key, numbered)
     return sorted(found.values(), key=lambda case: elements(definition, case.sizes))
+
+
+def nonfinite_cases(definition: Definition, cases: Sequence[Case], *, quick: bool) -> list[Case]:
+    """Some of these, evenly spread over their sizes, with NaN and with infinity among the values; none where no input
+    can hold such."""
+    if not any(one.dtype in ("float", *FLOATS) and one.high is None for one in definition.tensors):
+        return []
+    found: list[Case] = []
+    most = FEWER_NONFINITE if quick else MOST_NONFINITE
+    for dtype in definition.dtypes:
+        of_dtype = [case for case in cases if case.dtype == dtype and case.values == "normal"]
+        usable = [case for case in of_dtype if elements(definition, case.sizes)]
+        for case in usable[:: -(-len(usable) // most) or 1]:
+            found += [replace(case, values=values) for values in NONFINITE]
+    return found
 
 
 class _Drawing:

@@ -31,6 +31,7 @@ OPTIONAL = {
     "mutates": "the inputs that the kernel writes to, by position: (0,)",
     "tolerance": 'the largest error, as a share of the expected value: 1e-5, or {"bfloat16": 0.02}',
     "gradient": "True: it must have one; False: it has none; by default it is checked where there is one",
+    "nonfinite": "False: what it makes of NaN and infinity is not compared with the reference",
     "compiles": "True: it must work in torch.compile(fullgraph=True); False: it need not",
     "timing": 'the sizes that are timed: {"rows": 4096, "width": 1024}',
 }
@@ -59,6 +60,7 @@ class Definition:
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """By dtype; without an entry it follows from the reference's own error."""
     gradient: bool | None = None
+    nonfinite: bool | None = None
     compiles: bool | None = None
     timing: Mapping[str, int] = field(default_factory=dict)
 
@@ -178,6 +180,7 @@ def _definition(owner: object, target: str) -> Definition:
         mutates=_mutates(found.get("mutates", ()), arguments),
         tolerance=_tolerance(found.get("tolerance")),
         gradient=_flag(found.get("gradient"), "gradient"),
+        nonfinite=_flag(found.get("nonfinite"), "nonfinite"),
         compiles=_flag(found.get("compiles"), "compiles"),
         timing=_timing(found.get("timing", {})),
     )

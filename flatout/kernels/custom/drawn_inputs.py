@@ -122,6 +122,10 @@ def _expression(argument: TensorArgument, case: Case) -> str:
         drawn = f"(torch.rand({shape}) * {high - low!r} + {low!r})"
     elif case.values == "zeros":
         drawn = f"torch.zeros({shape})"
+    elif case.values == "NaN":
+        drawn = f"torch.randn({shape}).masked_fill(torch.rand({shape}) < 0.2, float('nan'))"
+    elif case.values == "infinite":
+        drawn = f"torch.where(torch.rand({shape}) < 0.2, torch.randn({shape}) * float('inf'), torch.randn({shape}))"
     else:
         drawn = f"(100 * torch.randn({shape}))" if case.values == "large" else f"torch.randn({shape})"
     return drawn if dtype == "float32" else f"{drawn}.to(torch.{dtype})"

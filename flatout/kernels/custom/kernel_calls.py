@@ -18,7 +18,7 @@ from flatout.kernels.custom.guards import Guarded, guarded_allocations
 from flatout.kernels.custom.judging import Rule, difference
 from flatout.tensor_bytes import bytes_view
 
-Kind = Literal["raises", "writes outside", "reads outside", "modifies an input", "shape", "values"]
+Kind = Literal["raises", "writes outside", "reads outside", "modifies an input", "shares memory", "shape", "values"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,8 @@ class Expected:
     """In the dtype of the call."""
     nudged: tuple[Tensor, ...]
     """In float64, with inputs that are one rounding off."""
+    sharing: frozenset[int] = frozenset()
+    """The outputs, by position, that lie in the memory of an input."""
 
 
 def forward_outcome(definition: Definition, case: Case, device: str) -> Outcome:
@@ -70,7 +72,11 @@ def forward_outcome(definition: Definition, case: Case, device: str) -> Outcome:
                 return Outcome(problem=Problem(kind="raises", text=raised_text(error)))
         synchronize(device)
         found = outputs_of(definition, returned, drawn.arguments)
-        problem = _memory_problem(definition, drawn, made) or values_problem(definition, case, found, expected)
+        problem = (
+            _memory_problem(definition, drawn, made)
+            or values_problem(definition, case, found, expected)
+            or _sharing_problem(definition, found, drawn.arguments, expected)
+        )
         if problem is not None:
             return Outcome(problem=_closer_look(definition, case, device, problem, found, made))
         again = draw(definition, case, device).arguments
@@ -89,10 +95,13 @@ def forward_problem(definition: Definition, case: Case, device: str) -> Problem 
 def expected_of(definition: Definition, values: Sequence[Any]) -> Expected:
     """The reference on copies of these values. ReferenceFails: it raises."""
     with torch.no_grad():
+        plain = copies(values)
+        own = _of_reference(definition, plain)
         return Expected(
             truth=_of_reference(definition, copies(values, torch.float64)),
-            own=_of_reference(definition, copies(values)),
+            own=own,
             nudged=_of_reference(definition, nudged_copies(values)),
+            sharing=frozenset(_sharing(definition, own, plain)),
         )
 
 
@@ -137,6 +146,35 @@ def _memory_problem(definition: Definition, drawn: Drawn, made: Sequence[Guarded
             kind = _kind_of(own.tensor)
             return Problem(kind="writes outside", text=where.replace(own.label, f"the {kind} that it allocates"))
     return None
+
+
+def _sharing_problem(
+    definition: Definition, found: Sequence[Tensor], arguments: Sequence[Any], expected: Expected
+) -> Problem | None:
+    """An output in the memory of an input, where the reference makes a new one: a later write changes both."""
+    for number, place in _sharing(definition, found, arguments).items():
+        if number not in expected.sharing:
+            name = "output" if len(found) == 1 else f"output {number}"
+            label = definition.labels[place]
+            text = (
+                f"{name} shares memory with its input {label}, the reference's is new; return a copy: {label}.clone()"
+            )
+            return Problem(kind="shares memory", text=text)
+    return None
+
+
+def _sharing(definition: Definition, outputs: Sequence[Tensor], arguments: Sequence[Any]) -> dict[int, int]:
+    """Returned output -> the input whose memory it lies in; those that share none are left out."""
+    memory = {
+        one.untyped_storage().data_ptr(): place
+        for place, one in enumerate(arguments)
+        if isinstance(one, Tensor) and one.numel()
+    }
+    returned = outputs[: len(outputs) - len(definition.mutates)]
+    places = {
+        number: memory.get(one.untyped_storage().data_ptr()) for number, one in enumerate(returned) if one.numel()
+    }
+    return {number: place for number, place in places.items() if place is not None}
 
 
 def values_problem(

@@ -243,7 +243,7 @@ def _narrowed(asked: Asked, run: Run, progress: Progress) -> tuple[dict[str, Any
     """The smallest case that ends its process in the same way, as far as a few processes find one."""
     assert run.end is not None, "it crashed"
     best, end = run.at, run.end
-    if best["at"] not in ("forward", "memory", "gradient", "sanitizer"):
+    if best["at"] not in ("forward", "memory", "non-finite", "gradient", "sanitizer"):
         return best, end
     for _ in range(1 if end.hangs else NARROWINGS):
         candidates = list(_smaller(best["case"]))

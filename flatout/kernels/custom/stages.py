@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from flatout.errors import MachineError, UsageError
-from flatout.kernels.custom.cases import Case, case_text, draw_cases
+from flatout.kernels.custom.cases import Case, case_text, draw_cases, nonfinite_cases
+from flatout.kernels.custom.definition import Definition
 from flatout.kernels.custom.footprint import elements
 from flatout.kernels.custom.kernel_calls import Kind, Problem, ReferenceFails, forward_outcome, forward_problem
 from flatout.kernels.custom.result import KernelFailure
@@ -30,8 +31,8 @@ from flatout.machine.detect import detect
 from flatout.machine.device import device_name
 from flatout.machine.kept_ceilings import load_ceilings
 
-OF_MEMORY: tuple[Kind, ...] = ("writes outside", "reads outside", "modifies an input")
-FORWARD_SECONDS, GRADIENT_SECONDS = 60.0, 40.0
+OF_MEMORY: tuple[Kind, ...] = ("writes outside", "reads outside", "modifies an input", "shares memory")
+FORWARD_SECONDS, NONFINITE_SECONDS, GRADIENT_SECONDS = 60.0, 20.0, 40.0
 """Of a stage; in a quick check a quarter."""
 GRADIENT_CASES, GRADIENT_ELEMENTS = 40, 1 << 16
 COMPILE_SECONDS, TIMING_SECONDS = 600.0, 300.0
@@ -50,6 +51,7 @@ def check_whole(session: Session) -> None:
     right = _forward(session, cases)
     if not right.cases:
         return  # nothing that could be said of the rest would be of interest
+    are_passed_on = _nonfinite(session, nonfinite_cases(session.definition, right.cases, quick=quick))
     has_gradient = _gradient(session, right.cases)
     ordinary = [one for one in right.cases if elements(session.definition, one.sizes) > 0 and one.values == "normal"]
     ordinary = ordinary or right.cases
@@ -58,7 +60,7 @@ def check_whole(session: Session) -> None:
     _operator(session, ordinary, has_gradient=has_gradient, compiles=compiles)
     if not asked["timing"]:
         session.tell(speed_reason="not asked for")
-    elif not right.all_are:
+    elif not right.all_are or not are_passed_on:
         session.tell(speed_reason=WRONG)
     elif session.interprets_triton:
         session.tell(speed_reason="Triton's interpreter runs it in Python, so its time says nothing of a GPU")
@@ -142,6 +144,45 @@ def _tell_forward(session: Session, tally: _Tally) -> None:
         session.found("repeatable", "noted", text, cases=count, failed=len(tally.unlike))
     else:
         session.found("repeatable", "passed", "two calls on the same inputs give the same bits", cases=count)
+
+
+# NaN and infinity
+
+
+def _nonfinite(session: Session, cases: Sequence[Case]) -> bool:
+    """'non-finite': a result that hides a NaN hides a mistake made before it. Nothing wrong?"""
+    if session.definition.nonfinite is False or not cases:
+        reason = "nonfinite = False" if session.definition.nonfinite is False else "no input can be NaN or infinite"
+        session.found("non-finite", "skipped", reason)
+        return True
+    wrong: list[tuple[Case, Problem]] = []
+    done, end, reason = 0, _end(session, NONFINITE_SECONDS), "there was no time left"
+    for case in cases:
+        if time.perf_counter() > end:
+            break
+        session.starts("non-finite", case)
+        try:
+            problem = _nonfinite_problem(session.definition, case, session.device)
+        except ReferenceFails as error:
+            reason = f"the reference {error}"
+            continue
+        done += 1
+        if problem is not None:
+            wrong.append((case, problem))
+    if wrong:
+        tell_failure(session, "non-finite", wrong[0], _nonfinite_problem, cases=done, failed=len(wrong))
+    elif done:
+        session.found("non-finite", "passed", "NaN and infinity are passed on as by the reference", cases=done)
+    else:
+        session.found("non-finite", "skipped", reason)
+    return not wrong
+
+
+def _nonfinite_problem(definition: Definition, case: Case, device: str) -> Problem | None:
+    problem = forward_problem(definition, case, device)
+    if problem is None:
+        return None
+    return Problem(kind=problem.kind, text=f"{problem.text}; if it need not pass them on, say so: nonfinite = False")
 
 
 # gradient

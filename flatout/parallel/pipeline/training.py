@@ -169,6 +169,8 @@ class Pipeline:
         """The names of what loss_fn returns besides the loss; None before the first step."""
         self._finite = True
         """Was the loss of the model as a whole finite, before it was split?"""
+        self._trained: list[bool] = []
+        """Of each parameter, when it was last seen that the first stage trains something."""
 
     def parts(self, samples: int, micro_batches: int) -> int:
         """In how many equal parts a batch goes through the stages: micro_batches, or the next number that divides it.
@@ -197,6 +199,7 @@ class Pipeline:
             if self._own_state is None:
                 self._place(lambda: forward(parts[0]))
             schedule, self._passed_on = self._schedule(parts, forward)
+            self._check_first_stage_is_trained(share)
             self._share = share
             self._stream.begin(self._device)
             count = len(parts)
@@ -310,6 +313,35 @@ class Pipeline:
         assert known is not None, "the first rank has tried it"
         return known
 
+    def _check_first_stage_is_trained(self, share: Callable[[int], Tensor]) -> None:
+        """UsageError on every rank where it is not: the first one alone would see it, and the others wait for it. The
+        later ones send back the gradient of what they were passed. A collective after a parameter was frozen."""
+        trained = [one.requires_grad for one in self._model.parameters()]
+        if trained == self._trained:
+            return
+        found = True
+        if self._across.rank == 0 and not all(trained):
+            buffers = found_buffers(buffers_of(self._model))
+            begin = self._stages.begins[1]
+            try:
+                with torch.random.fork_rng(devices=self._cuda()), torch.enable_grad():
+                    found = self._stages.chain.stage(lambda: share(0), 0, begin, None).requires_grad
+            except Exception:  # the user's own code: the step that follows raises it where it is explained
+                found = True
+            finally:
+                for one in buffers:
+                    one.put_back()
+        if not self._across.of_rank(0, found):
+            raise self._untrained(0)
+        self._trained = trained
+
+    def _untrained(self, rank: int) -> UsageError:
+        return UsageError(
+            f"nothing on rank {rank} is trained, up to block {self._stages.begins[rank + 1]}",
+            limit="parallel = 'pipeline' sends gradients through every stage",
+            remedy="freeze fewer blocks, use fewer ranks, or parallel = 'fsdp'",
+        )
+
     def _run_part(self, hidden: Tensor, number: int) -> Tensor:
         share, begins, rank = self._share, self._stages.begins, self._across.rank
         assert share is not None, "a step is under way"
@@ -317,11 +349,7 @@ class Pipeline:
         received = hidden if rank else None
         out = self._stages.chain.stage(lambda: share(number), begins[rank], begins[rank + 1], received)
         if not out.requires_grad:
-            raise UsageError(
-                f"nothing on rank {rank} is trained, up to block {begins[rank + 1]}",
-                limit="parallel = 'pipeline' sends gradients through every stage",
-                remedy="freeze fewer blocks, use fewer ranks, or parallel = 'fsdp'",
-            )
+            raise self._untrained(rank)
         if rank < self._across.count - 1:
             _check_passed_on(out, self._passed_on)
         return out.contiguous()

@@ -235,6 +235,7 @@ def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
         ([[1, -1]], "prompt 0 holds token -1 at place 1"),
         (["text"], "prompt 0 is a text; without a tokenizer a prompt is a list of token ids"),
         ([[1.5]], "prompt 0 is of type list; a prompt is"),
+        ([[1, 2.5]], "prompt 0 is of type list; .*; its entry 1 is 2.5, and token ids are whole numbers"),
         ([[True, False]], "prompt 0 is of type list; a prompt is"),
         (torch.ones(1, 3), r"prompt 0 is torch.float32 \[3\]; token ids are whole numbers"),
         ([], "there are no prompts"),
@@ -325,6 +326,25 @@ def test_a_draft_of_another_vocabulary() -> None:
     small = GPT2(GPT2Config(vocab_size=50, max_tokens=CONTEXT, width=48, heads=3, layers=1))
     with pytest.raises(UsageError, match="the draft's vocabulary has 50 tokens; the model's has 211"):
         TokenGenerator(model("own GPT-2"), draft=small)
+
+
+def test_a_draft_that_cannot_guess_is_named() -> None:
+    from flatout.models import Bert, BertConfig, BertMaskedLM, Seq2SeqConfig, Seq2SeqTransformer
+
+    sizes: dict[str, Any] = {"vocab_size": 211, "max_tokens": 16, "width": 16, "heads": 2}
+    pairs = Seq2SeqTransformer(Seq2SeqConfig(**sizes, encoder_layers=1, decoder_layers=1)).eval()
+    plain = model("own GPT-2")
+    with pytest.raises(PlanError, match=r"^guessing ahead, and the draft is an encoder-decoder; .*; use a draft"):
+        TokenGenerator(plain, draft=pairs)
+    with pytest.raises(PlanError, match=r"^guessing ahead, and the model is an encoder-decoder; .*; leave out"):
+        TokenGenerator(pairs, draft=plain)
+    masked = BertMaskedLM(BertConfig(**sizes, layers=1)).eval()
+    with pytest.raises(UsageError, match=r"^the draft: the BertMaskedLM is not causal; "):
+        TokenGenerator(plain, draft=masked)
+    with pytest.raises(UsageError, match=r"^the draft: the model's weights are on meta; .*; move it with model.to"):
+        TokenGenerator(plain, draft=model("own GPT-2").to("meta"))
+    with pytest.raises(UsageError, match=r"^the draft: the Bert gives a BertOutput "):
+        TokenGenerator(plain, draft=Bert(BertConfig(**sizes, layers=1)).eval())
 
 
 def test_weights_on_no_device_and_whole_number_weights() -> None:

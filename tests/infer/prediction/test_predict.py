@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -137,6 +138,32 @@ def test_bad_inputs_are_marked_in_their_place() -> None:
         assert said in str(failed)
         assert not isinstance(outputs[2 * place], Failed)
     assert predictions.figures.failed == len(BAD)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (torch.eye(4).to_sparse(), r"the input is a tensor of layout sparse_coo; .*; pass input.to_dense\(\)"),
+        (torch.eye(4, device="meta"), "the input is on the meta device; predict computes with its values"),
+    ],
+)
+def test_a_tensor_without_plain_values_is_marked(inputs: torch.Tensor, said: str) -> None:
+    outputs = flatout.predict(nn.Linear(4, 3).eval(), inputs).collect()
+    assert all(isinstance(one, Failed) and re.search(said, str(one)) for one in outputs)
+
+
+@pytest.mark.parametrize(("returned", "what"), [(None, "None"), (3, "3"), ("logits", "'logits'")])
+def test_a_model_that_returns_no_tensor_is_named(returned: object, what: str) -> None:
+    """Each input would be given the same."""
+
+    class Returns(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            super().forward(x)
+            return returned
+
+    outputs = flatout.predict(Returns(4, 3).eval(), torch.eye(4)).collect()
+    assert all(isinstance(one, Failed) for one in outputs)
+    assert f"the model returned {what}, without a tensor" in str(outputs[0])
 
 
 def test_on_request_a_bad_input_ends_the_run() -> None:

@@ -40,6 +40,18 @@ def test_what_the_reference_loses_a_kernel_may_lose_too(truth: Tensor) -> None:
     assert judged(found, truth, own=(truth * 0.995).float()) is None
 
 
+def test_where_the_reference_is_nan_in_one_precision_alone_nothing_is_said(truth: Tensor) -> None:
+    truth[3] = math.nan
+    own = truth.bfloat16()
+    own[3] = 0.0
+    for value in (0.0, math.nan, 0.01):
+        found = own.clone()
+        found[3] = value
+        assert judged(found, truth, own) is None
+    found[4] = math.nan
+    assert judged(found, truth, own) is not None
+
+
 def test_what_a_rounding_of_the_inputs_changes_is_allowed(truth: Tensor) -> None:
     found = (truth * 1.01).float()
     assert difference(found, truth, truth.float(), truth * 1.005, RULE) is None

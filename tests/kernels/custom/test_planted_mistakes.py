@@ -90,12 +90,48 @@ def test_it_is_found(kernel: Kernel, of: str, case: str, what: str) -> None:
     assert failure.reproduce.endswith("; kernel(x, w)")
 
 
+def test_one_that_hides_a_nan_is_found() -> None:
+    def hides_nan(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nan_to_num(right(x, w), nan=0.0, posinf=float("inf"), neginf=-float("inf"))
+
+    properties, _ = checked(defined(hides_nan, gradient=False, compiles=False))
+    assert [name for name, one in properties.items() if one.verdict == "failed"] == ["non-finite"]
+    failure = properties["non-finite"].failure
+    assert failure is not None
+    assert "NaN values" in failure.case
+    assert "is 0, expected nan" in failure.what
+    assert failure.what.endswith("; if it need not pass them on, say so: nonfinite = False")
+    properties, _ = checked(defined(hides_nan, gradient=False, compiles=False, nonfinite=False))
+    assert not [one for one in properties.values() if one.verdict == "failed"]
+
+
+def test_inputs_with_a_range_hold_no_nan() -> None:
+    fields = {"inputs": ("float[n] 0..1",), "reference": lambda x: x * 2, "gradient": False, "compiles": False}
+    properties, _ = checked(defined(lambda x: torch.nan_to_num(x) * 2, **fields))
+    assert properties["non-finite"].text == "no input can be NaN or infinite"
+    assert properties["forward"].verdict == "passed"
+
+
+def test_one_that_returns_its_input_is_found_where_the_reference_returns_a_copy() -> None:
+    def copied(x: Tensor) -> Tensor:
+        return x.clone()
+
+    fields = {"inputs": ("float[n]",), "gradient": False, "compiles": False, "dtypes": ("float32",)}
+    failure = checked(defined(lambda x: x, reference=copied, **fields))[0]["memory"].failure
+    assert failure is not None
+    assert failure.case == "n=1, float32"
+    assert failure.what == ("output shares memory with its input x, the reference's is new; return a copy: x.clone()")
+    for kernel in (copied, lambda x: x):  # the reference's own view says that one is allowed
+        assert checked(defined(kernel, reference=lambda x: x, **fields))[0]["memory"].verdict == "passed"
+
+
 def test_a_right_one_passes_everything() -> None:
     properties, told = checked(defined(right), timing=True)
     verdicts = {name: one.verdict for name, one in properties.items()}
     assert verdicts == {
         **dict.fromkeys(
-            ("forward", "memory", "repeatable", "gradient", "compile", "autocast", "timed sizes"), "passed"
+            ("forward", "memory", "repeatable", "non-finite", "gradient", "compile", "autocast", "timed sizes"),
+            "passed",
         ),
         "operator": "noted",
     }
