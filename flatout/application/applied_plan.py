@@ -174,12 +174,21 @@ class AppliedPlan:
     def _is_for_this_script(self, plan: Plan) -> bool:
         return plan.script is not None and same_script(plan.script, self.target)
 
+    def _has_its_source(self, plan: Plan) -> bool:
+        """A script that is named from another folder has the files that were tuned all the same."""
+        from flatout.script.own_files import changed_since
+
+        return bool(plan.sources) and not changed_since(self.target, plan.sources)
+
     def _has_its_arguments(self, plan: Plan) -> bool:
         return plan.arguments_digest == arguments_digest(self.target.arguments)
 
     def _compare(self, plan: Plan, changed: Sequence[str]) -> None:
-        """Other arguments, or another source, may mean another loop: what was proved in lower precision is applied to
-        the same one alone."""
+        """Another script, other arguments, or another source may mean another loop: what was proved in lower precision
+        is applied to the same one alone."""
+        if plan.script is not None and not self._is_for_this_script(plan) and not self._has_its_source(plan):
+            self.notes.append(f"the plan was tuned for {plan.script}, not for this script: tune this one to be sure")
+            self.proved_for = plan.loop or ""
         if plan.script is not None and not self._has_its_arguments(plan):
             tuned = f" ({shlex.join(plan.argv)})" if plan.argv else ""  # a plan may keep their digest alone
             self.notes.append(f"the plan was tuned with other arguments{tuned}: tune again with these to be sure")

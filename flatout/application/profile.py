@@ -11,7 +11,6 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flatout.arguments import as_path, as_seconds, as_whole_number, wrong
 from flatout.diagnose.checks import check_facts
@@ -30,6 +29,7 @@ from flatout.profiling.roofline import matrix_units, roofline
 from flatout.report.profile_text import ScriptProfile, profile_text
 from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, ProfileWatched, watch_profile
 from flatout.script.source_facts import read_source
+from flatout.temporary_folders import temporary_folder
 from flatout.timing import Load, LoadWatch, Measurement, contention
 from flatout.timing import measure as timed
 
@@ -65,14 +65,12 @@ def profile(
     target = as_path(trace, "trace").absolute() if trace is not None else None  # the function may change the folder
     if target is not None:
         check_trace(target)
-    from tempfile import TemporaryDirectory
-
     from flatout.profiling.callables import profile_callable
 
     called = name or getattr(function, "__name__", type(function).__name__)
     watch = LoadWatch()
-    with TemporaryDirectory(prefix="flatout-profile-") as folder:
-        recorded = Path(folder) / TRACE_NAME if target is not None else None
+    with temporary_folder("profile") as folder:
+        recorded = folder / TRACE_NAME if target is not None else None
         found = profile_callable(function, steps=steps, name=called, folder=os.getcwd(), trace=recorded)
         if target is not None and recorded is not None:
             if recorded.exists():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
@@ -24,6 +23,7 @@ from flatout.report.document import Document, read_document, report_place
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.replicas.starting import device_count
+from flatout.temporary_folders import temporary_folder
 from flatout.timing import Measurement
 
 
@@ -122,14 +122,14 @@ def run(
         visible_setting(device)  # UsageError where there is no such device
     if devices is not None:
         device_count(str(devices), on_cpu=device == "cpu")  # UsageError where there are not so many
-    with tempfile.TemporaryDirectory(prefix="flatout-run-") as folder:
-        written = Path(folder) / "run.json" if report is None else report_place(as_path(report, "report"))
+    with temporary_folder("run") as folder:
+        written = folder / "run.json" if report is None else report_place(as_path(report, "report"))
         options = ["--report", str(written)]
         if plan is not None and not chosen.choices():
             options += ["--no-plan"]
         elif plan is not None:
-            write_plan(Path(folder) / "plan.toml", chosen, include_private=True)
-            options += ["--plan", str(Path(folder) / "plan.toml")]
+            write_plan(folder / "plan.toml", chosen, include_private=True)
+            options += ["--plan", str(folder / "plan.toml")]
         options += ["--without", ",".join(without)] if without else []
         options += ["--device", device] if device is not None else []
         options += ["--devices", str(devices)] if devices is not None else []

@@ -62,6 +62,8 @@ def _differences(target: Target, plan: Plan, place: Path, *, force: bool) -> lis
             f"{', '.join(changed)} changed since the tune",
             "the plan was measured and proved for what it was",
         )
+        if plan.script is not None and not same_script(plan.script, target):
+            what, limit = f"{place} is for {plan.script}", f"{target.name} has another source"
     if not force:
         raise UsageError(what, limit=limit, remedy="tune again, or pass --force")
     return [f"{what}; {limit}"]

@@ -14,7 +14,7 @@ from flatout.plan import Plan
 from flatout.predicted_time.prediction import WhatIf
 from flatout.profiling.step_operators import StepOperators
 from flatout.script.entry import Target
-from flatout.script.trial.answers import TrialEnded, explain_end
+from flatout.script.trial.answers import TrialEnded, TrialHangs, explain_end, no_step_within
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
@@ -68,6 +68,8 @@ def whatif_script(request: WhatIfRequest, progress: Callable[[str], None]) -> Wh
                 peak = trial.peak(choices).peak_bytes if step.device == "cpu" else None
             except TrialEnded as end:
                 raise explain_end(end, request.target.name, needed=NEEDED) from end
+            except TrialHangs as hang:
+                raise no_step_within(hang, request.target.name) from hang
     if step.device != "cpu":
         raise UsageError(
             f"{request.target.name} trains on {step.device}",

@@ -21,7 +21,7 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it without asking.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Remove caches, compiled kernels, measured ceilings, tuning history and leftovers of killed tunes.
+    """Remove caches, compiled kernels, measured ceilings, tuning history and leftovers of killed processes.
 
     Plans and reports stay. Exit code: 0 fine, 1 something could not be removed.
     """

@@ -6,7 +6,6 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -23,6 +22,7 @@ from flatout.cli.shared_options import (
 from flatout.cli.streams import progress_line, stdin_copy
 from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.signals import signals_as_exits
+from flatout.temporary_folders import temporary_folder
 from flatout.terminal import is_terminal, tell
 from flatout.whole_files import can_be_written
 
@@ -111,7 +111,7 @@ def profile(
     else:
         sharing = Settings(batch=batch or "global", loss=loss, allow_local_batchnorm=allow_local_batchnorm)
         watching = _on_devices(devices, device, sharing, isolation=isolation, allow_network=allow_network)
-    with signals_as_exits(), TemporaryDirectory(prefix="flatout-profile-") as folder:
+    with signals_as_exits(), temporary_folder("profile") as folder:
         with progress_line() as progress, stdin_copy() as stdin_file:
             request = ProfileRequest(
                 target=script,
@@ -119,7 +119,7 @@ def profile(
                 patience_seconds=patience_seconds,
                 isolation=isolation,
                 allow_network=allow_network,
-                trace_folder=None if trace is None and tensorboard is None else Path(folder),
+                trace_folder=None if trace is None and tensorboard is None else folder,
                 stdin_file=stdin_file,
             )
             found = profile_script(request, progress, watching)

@@ -46,8 +46,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="--no-plan", meaning="Change nothing; only watch."),
     Option(
         name="--trust-plan",
-        meaning="Apply a plan from another machine or torch without verifying it here first, and all of one for other "
-        "arguments.",
+        meaning="Apply a plan from another machine or torch without verifying it here first, and all of one for "
+        "another script or other arguments.",
     ),
     Option(name="--without", value="CHOICES", meaning="Leave out these choices of the plan: compile,threads."),
     Option(

@@ -8,12 +8,12 @@ import select
 import shutil
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flatout.errors import UsageError
+from flatout.temporary_folders import temporary_folder
 from flatout.terminal import is_terminal, tell
 from flatout.units import format_seconds
 
@@ -64,15 +64,15 @@ def stdin_copy() -> Iterator[Path | None]:
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() or not _is_pipe_or_file(sys.stdin.fileno()):
         yield None
         return
-    with tempfile.NamedTemporaryFile(prefix="flatout-stdin-") as copy:
+    with temporary_folder("input") as folder:
         if not select.select([sys.stdin], [], [], PATIENCE_SECONDS)[0]:
             tell(WAITING)
         data = sys.stdin.buffer.read(STDIN_LIMIT_BYTES + 1)
         if len(data) > STDIN_LIMIT_BYTES:
             raise UsageError("more than 64 MiB on standard input", limit="trials each need a copy", remedy="use a file")
-        copy.write(data)
-        copy.flush()
-        yield Path(copy.name)
+        copy = folder / "stdin"
+        copy.write_bytes(data)
+        yield copy
 
 
 def _is_pipe_or_file(descriptor: int) -> bool:

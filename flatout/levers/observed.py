@@ -31,6 +31,8 @@ class OptimizerSeen:
     obstacle: str = ""
     low_bit_obstacle: str | None = None
     """Why its state cannot be held in 8 bits; '' where it can, None where it was not examined."""
+    made_at: str = ""
+    """The line of the script's own files that made it, as 'train.py:12'; '' where that is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,8 @@ class Subject:
         are outermost again; those of other modules were inside one."""
         self.modules: Handles[Module] = Handles()
         self.optimizers: Handles[Optimizer] = Handles()
+        self.made_at: dict[int, str] = {}
+        """By an optimizer's identity: the script's line that made it, as far as that was noted."""
         self.loaders: Handles[DataLoader[object]] = Handles()
         self.wrappers: list[Wrapper] = []
         self.backward_wrappers: list[BackwardWrapper] = []

@@ -15,11 +15,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from flatout.arguments import as_seconds
@@ -32,6 +30,7 @@ from flatout.parallel.launching.launch import launch
 from flatout.parallel.measure_collectives import COLLECTIVES, SECONDS
 from flatout.parallel.rank_timings import Fit, PairTiming, Timings, fit
 from flatout.statistics import median, quantile
+from flatout.temporary_folders import temporary_folder
 
 K = TypeVar("K", bound=Hashable)
 Kind = Literal["rank", "machine", "link"]
@@ -121,8 +120,8 @@ def preflight(request: Launch, *, seconds: float = SECONDS, tell: Tell = lambda 
     Raises UsageError and MachineError as `launch` does, and MachineError where the ranks do not measure to the end.
     """
     as_seconds(seconds)
-    with tempfile.TemporaryDirectory(prefix="flatout-preflight-") as folder:
-        out = Path(folder) / "timings.json"
+    with temporary_folder("preflight") as folder:
+        out = folder / "timings.json"
         # -P: a json.py in the user's folder is not Python's.
         command = (sys.executable, "-P", "-m", MODULE, str(out), repr(float(seconds)))
         # Every machine is measured, once; none has a script to compare.

@@ -7,6 +7,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,7 +85,9 @@ def observe(
             step_kind=watch.step_kind or "unknown",
             step_seconds=statistics.median(row.seconds for row in rows) if rows else None,
             breakdown_seconds=breakdown(rows),
-            optimizers=tuple(see_optimizer(optimizer) for optimizer in subject.optimizers),
+            optimizers=tuple(
+                replace(see_optimizer(one), made_at=subject.made_at.get(id(one), "")) for one in subject.optimizers
+            ),
             loaders=tuple(_see_loader(loader, lengths) for loader in subject.loaders) if loaders else (),
             modules=tuple(_see_module(module) for module in subject.modules),
             threads=torch.get_num_threads(),

@@ -1,12 +1,12 @@
 """What Flatout has left on this machine, and its removal: `flatout clean`.
 
     FLATOUT_CACHE_DIR, else ~/.cache/flatout   ceilings/, native/, extensions/, inductor/, tunes.json
-    /var/tmp and TMPDIR                        flatout-trials-*: the folders of tunes that were killed
+    /var/tmp and TMPDIR                        flatout-trials-*, flatout-profile-* and others: of killed processes
     FLATOUT_RUNS_DIR, else XDG_RUNTIME_DIR     run-*: the last state of runs that have ended
 
 Only names that Flatout creates are considered, and only what this user owns is removed. Links are not followed: the
-link is removed, its target stays. The folder of a running tune is left alone, and so are all plans and reports: those
-are the user's files.
+link is removed, its target stays. The folder of a running process is left alone, and so are all plans and reports:
+those are the user's files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatout import environment
 from flatout.errors import FlatoutError
 from flatout.script.isolation import cleanup
 from flatout.script.run_folders import old_folders
-from flatout.script.work_folder import leftover_folders, remove_leftover
+from flatout.script.work_folder import LOCKED, PREFIX, UNFINISHED, leftover_folders, remove_leftover
 
 KEPT = {
     "ceilings": "what this machine can do, as measured here",
@@ -84,8 +84,9 @@ def find_leftovers(cache: Path | None = None, temporary: Sequence[Path] | None =
             found.append(Leftover(path=str(path), what="a file that was not finished", size_bytes=_size(path)))
     for parent in sorted({Path("/var/tmp"), Path(tempfile.gettempdir())}) if temporary is None else temporary:
         for path in leftover_folders(parent):
-            what = "a tune that was killed"
-            found.append(Leftover(path=str(path), what=what, size_bytes=_size(path), is_trial=True))
+            of_tune = path.name.startswith((PREFIX, UNFINISHED))
+            what = "a tune that was killed" if of_tune else "temporary files of a process that was killed"
+            found.append(Leftover(path=str(path), what=what, size_bytes=_size(path), is_trial=of_tune))
     for path in old_folders(environment.runs_dir(), kept_seconds=0.0):
         found.append(Leftover(path=str(path), what="the last state of a run that has ended", size_bytes=_size(path)))
     return found
@@ -97,7 +98,7 @@ def remove_leftovers(found: Sequence[Leftover]) -> Cleaned:
     for one in found:
         path = Path(one.path)
         try:
-            if one.is_trial:
+            if path.name.startswith(LOCKED):
                 gone = remove_leftover(path)
             else:
                 gone = _is_ours(path) and _holds_only_own(path)

@@ -65,9 +65,13 @@ def source_digests(target: Target) -> tuple[str, ...]:
         return ()
     for file in files:
         with contextlib.suppress(OSError):
-            digest = hashlib.sha256(file.path.read_bytes()).hexdigest()[:16]
-            digests.append(f"sha256:{digest} {file.name}")
+            digests.append(f"{content_digest(file.path.read_bytes())} {file.name}")
     return tuple(digests)
+
+
+def content_digest(content: bytes) -> str:
+    """What comes before a file's name in `source_digests`."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def changed_since(target: Target, digests: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ from flatout.machine.heap_pieces import fill_freed_pieces
 from flatout.machine.process_memory import minor_faults
 from flatout.script.communication_calls import NOT_WATCHED, REPLACED, CommunicationCalls, not_seen_because
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
+from flatout.script.own_calls import OwnCalls
 from flatout.script.patches import ImportWatch, Patches, noting
 from flatout.script.spans import OpenRow, Reading, Span, Spans, StepRow, Timeline
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
@@ -97,6 +98,7 @@ class Watch:
         self.gradients_zeroed: bool | None = None
         """Does the script's zero_grad fill gradients with zeros? None: not called yet."""
         self.device_calls = DeviceCalls(self._enter_device_call, self._leave)
+        self._own_calls = OwnCalls(self._enter_own_call, self._leave)
         self.communication_calls = CommunicationCalls(self._enter_device_call, self._leave, self._enter_in_pass)
         self.communication_unknown_because = NOT_WATCHED
         """Why the last window does not tell how long the process waited for other ranks; '' where it does."""
@@ -267,8 +269,10 @@ class Watch:
         self._spans = Spans(Timeline(None if device.kind == "cpu" else device))
         self.rows = []
         self._row_backwards = 0
-        if name != "cpu" and not compile_was_asked_for():
-            self.device_calls.install(sys.modules["torch"])
+        if not compile_was_asked_for():
+            self._own_calls.install()
+            if name != "cpu":
+                self.device_calls.install(sys.modules["torch"])
         self.communication_unknown_because = not_seen_because(self.subject, name)
         if not self.communication_unknown_because and not self.communication_calls.install():
             self.communication_unknown_because = REPLACED
@@ -276,6 +280,7 @@ class Watch:
 
     def close_window(self) -> list[StepRow]:
         self.device_calls.uninstall()
+        self._own_calls.uninstall()
         self.communication_calls.uninstall()
         rows, self.rows = self.rows or [], None
         return [self._spans.read(row) for row in rows] if self._spans.timeline.wait() else []
@@ -437,9 +442,7 @@ class Watch:
                 self.saw_autocast |= self._autocast_enabled("cpu") or self._autocast_enabled("cuda")
         span = None
         if self.rows is not None:
-            in_step = training or self._is_called_in_every_step(module)
-            self._spans.move("pending", "data" if in_step else "evaluation")
-            span = self._spans.enter("forward" if in_step else "evaluation")
+            span = self._enter_call(module, training)
         self.inside = True
         try:
             if training and self.look is not None:
@@ -450,6 +453,16 @@ class Watch:
         finally:
             self.inside = False
             self._leave(span)
+
+    def _enter_call(self, module: nn.Module, training: bool) -> Span:
+        in_step = training or self._is_called_in_every_step(module)
+        self._spans.move("pending", "data" if in_step else "evaluation")
+        return self._spans.enter("forward" if in_step else "evaluation")
+
+    def _enter_own_call(self, module: nn.Module) -> Span | None:
+        if self.rows is None or self.inside or self._in_backward or self._compiling() or not self._here():
+            return None
+        return self._enter_call(module, self._grad_enabled())
 
     def _is_called_in_every_step(self, module: nn.Module) -> bool:
         """Of one that is called without gradients: is it a teacher or a target network, whose outputs training needs?

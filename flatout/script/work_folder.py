@@ -21,11 +21,13 @@ from pathlib import Path
 from flatout.errors import MachineError, TrialError
 from flatout.file_locks import lock_now
 from flatout.script.isolation import cleanup
+from flatout.temporary_folders import MARK, PREFIXES
 
 PREFIX = "flatout-trials-"
 UNFINISHED = "flatout-new-"
 """The name until the lock is taken, so that a folder in the making is not mistaken for a leftover."""
-MARK = "made-by-flatout"
+LOCKED = (PREFIX, UNFINISHED, *PREFIXES)
+"""What the names of all folders begin with that their process locks."""
 
 
 @contextlib.contextmanager
@@ -88,7 +90,7 @@ def remove_leftover(path: Path) -> bool:
 
 def _candidates(parent: Path) -> list[Path]:
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        return sorted(Path(entry.path) for entry in entries if entry.name.startswith((PREFIX, UNFINISHED)))
+        return sorted(Path(entry.path) for entry in entries if entry.name.startswith(LOCKED))
     return []
 
 

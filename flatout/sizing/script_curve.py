@@ -22,7 +22,7 @@ from flatout.levers.observed import LoaderSeen, Observed
 from flatout.machine.detect import available_memory_bytes
 from flatout.script.entry import Target
 from flatout.script.loader_batches import BatchSize, LiveBatches
-from flatout.script.trial.answers import TrialEnded, explain_end
+from flatout.script.trial.answers import TrialEnded, TrialHangs, explain_end, no_step_within
 from flatout.script.trial.fork_server import ForkServer
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
@@ -111,6 +111,8 @@ class _VariedScript:
             window = self._running().window(_choices(self._given), settle=1, steps=FIRST_STEPS)
         except TrialEnded as end:
             raise explain_end(end, self._setup.name, needed=NEEDED) from end
+        except TrialHangs as hang:
+            raise no_step_within(hang, self._setup.name) from hang
         if window.rolled_back:
             raise ScriptError(
                 "the script's batch size cannot be varied", limit=next(iter(window.rolled_back.values())), remedy=REMEDY

@@ -8,16 +8,18 @@ from flatout.plan_choices import ChoiceValue
 from flatout.source_patch.edits import NoSourceForm, Replacement
 from flatout.source_patch.known_calls import FOREACH, FUSABLE, optimizer_kind
 from flatout.source_patch.setting_forms import Notes
-from flatout.source_patch.source_file import called, keyword
+from flatout.source_patch.source_file import SourceFile, called, keyword
 from flatout.source_patch.sources import Sources
 from flatout.source_patch.tuned_loop import TunedLoop
 
+OptimizerCall = tuple[SourceFile, cst.Call, str]
+"""A call that makes an optimizer of a kind of torch.optim."""
 CHOSEN = ("fused", "foreach", "capturable", "differentiable")
 """Keywords by which a script chooses the implementation itself."""
 
 
 def optimizer(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:
-    """`fused=True` or `foreach=True` for every optimizer that has it."""
+    """`fused=True` or `foreach=True` for every optimizer that has it and that the tuned run made."""
     name, kinds = str(value), FUSABLE if value == "fused" else FOREACH
     made = [(file, call, optimizer_kind(file.qualified(call.func))) for file, call in sources.calls()]
     seen = tuned.optimizers
@@ -25,6 +27,7 @@ def optimizer(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoo
     if not fitting:
         wanted = ", ".join(sorted(seen or kinds))
         raise NoSourceForm(f"no call of torch.optim's {wanted} was found by name")
+    fitting, notes = _made(fitting, tuned)
     for file, call, kind in fitting:
         place = file.place(call)
         if any(one.star == "**" for one in call.args):
@@ -35,7 +38,22 @@ def optimizer(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoo
             reason = "torch's fused SGD takes momentum of parameters that are unfrozen later for that of the others"
             raise NoSourceForm(f"the script mentions requires_grad, and {reason}")
         sources.edits.add_keyword(file, call, choice, **{name: "True"})
-    return ()
+    return notes
+
+
+def _made(found: list[OptimizerCall], tuned: TunedLoop) -> tuple[list[OptimizerCall], Notes]:
+    """Those that the tuned run made, or may have made, and what the others are. NoSourceForm where it made none of
+    them."""
+    made = [(one, tuned.made(one[0], one[1])) for one in found]
+    kept = [one for one, known in made if known is not False]
+    if not kept:
+        where = ", ".join(sorted(tuned.made_at or ()))
+        raise NoSourceForm(f"the tuned run made its optimizer at {where}, where its class is not called by name")
+    notes = [f"{one[0].place(one[1])} is left: the tuned run did not make it" for one, known in made if known is False]
+    unknown = [one[0].place(one[1]) for one, known in made if known is None]
+    if len(unknown) > 1:
+        notes.append(f"which of {', '.join(unknown)} the tuned run made is not known: all of them are changed")
+    return kept, tuple(notes)
 
 
 def zero_grad(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:

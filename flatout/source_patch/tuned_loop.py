@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+
+import libcst as cst
 
 from flatout.decoding import decode
 from flatout.levers.observed import Observed
 from flatout.plan import Plan
 from flatout.plan_choices import ChoiceValue
+from flatout.private_details import with_home
+from flatout.script.own_files import content_digest
 from flatout.source_patch.result import Gain
+from flatout.source_patch.source_file import SourceFile
 from flatout.statistics import Comparison
 
 NO_REPORT = "there is no report of the tune beside the plan"
@@ -28,6 +34,20 @@ class TunedLoop:
     """The class of the blocks that repeat in the model."""
     optimizers: frozenset[str] | None = None
     """Their classes."""
+    made_at: frozenset[str] | None = None
+    """The lines that made them, as 'train.py:12'; None where one is not known."""
+    digests: frozenset[str] = frozenset()
+    """Of the files that were tuned: a line has its number only in these."""
+
+    def made(self, file: SourceFile, call: cst.Call) -> bool | None:
+        """Did the tuned run make an optimizer by this call? None: nobody knows."""
+        if self.made_at is None or content_digest(file.content) not in self.digests:
+            return None
+        path, (first, last) = os.path.realpath(file.path), file.lines(call)
+        places = (with_home(place).rpartition(":") for place in self.made_at)
+        return any(
+            first <= int(line) <= last and (path == name or path.endswith(os.sep + name)) for name, _, line in places
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +73,14 @@ class TuneReport:
         if not isinstance(observed, Mapping):
             return TunedLoop(device=known)
         seen = Observed.from_json(observed)
+        made_at = frozenset(one.made_at for one in seen.optimizers)
         return TunedLoop(
             device=seen.device.partition(":")[0],
             trained=frozenset(one.kind for one in seen.modules if one.parameters),
             repeated_block=next((one.repeated_block for one in seen.modules if one.repeated_block), ""),
             optimizers=frozenset(one.kind for one in seen.optimizers),
+            made_at=made_at if all(made_at) else None,
+            digests=frozenset(one.partition(" ")[0] for one in self._plan.sources),
         )
 
     def gain(self, choice: str, value: ChoiceValue) -> Gain:

@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -58,6 +57,7 @@ from flatout.script.step_work import follow_step
 from flatout.script.trial.answers import PEAK_STEPS, Peak, TrialEnded, Window, most_of
 from flatout.script.trial.commands import raise_if_off
 from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.temporary_folders import temporary_folder
 from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
 from flatout.train.loss import LossFn
 from flatout.train.loss_variables import with_own_variables
@@ -87,10 +87,10 @@ def tune_step(
     deadline = Deadline(budget_seconds)
     _check(step)
     levers = [lever for lever in LEVERS if "step" in lever.declared.scopes and lever.switch != "process"]
-    with generators_kept(), warnings.catch_warnings(), TemporaryDirectory(prefix="flatout-tune-") as folder:
+    with generators_kept(), warnings.catch_warnings(), temporary_folder("tune") as folder:
         kept = _read(batches)
         warnings.simplefilter("ignore")  # about a loss that is not finite, under a plan that is rejected for it
-        trials = StepTrials(step=step, batches=kept, shared_folder=Path(folder))
+        trials = StepTrials(step=step, batches=kept, shared_folder=folder)
         _check_runs(trials)
         machine = machine_with_ceilings(progress)
         limits = SearchLimits(deadline=deadline, exactness=exactness, total_steps=steps)

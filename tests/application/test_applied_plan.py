@@ -136,3 +136,23 @@ def test_the_number_of_devices_is_known_before_the_script_is_read(monkeypatch: p
     run.read("p.toml")
     assert run.plan is not None
     assert run.plan.devices == 2
+
+
+@pytest.mark.parametrize(("script", "other"), [("train.py", False), ("other.py", True), ("moved/train.py", False)])
+def test_a_plan_for_another_script(folder: Path, script: str, other: bool) -> None:
+    """What was proved in lower precision is applied to the loop that was tuned; the same file elsewhere is the same."""
+    (folder / "moved").mkdir()
+    for name in ("train.py", "moved/train.py"):
+        (folder / name).write_text("x = 1\n")
+    (folder / "other.py").write_text("y = 1\n")
+    machine = detect()
+    plan = Plan(
+        script="train.py", threads=1, loop="a loop", sources=source_digests(Target(path="train.py")),
+        machine_fingerprint=machine.fingerprint, torch_version=machine.versions.torch,
+    )  # fmt: skip
+    write_plan("p.toml", plan)
+    run = applied(script=script)
+    run.read("p.toml")
+    run.choose(trusted=False)
+    assert run.proved_for == ("a loop" if other else None)
+    assert run.notes == ["the plan was tuned for train.py, not for this script: tune this one to be sure"] * other

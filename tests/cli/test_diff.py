@@ -93,6 +93,7 @@ def test_a_plan_without_any_source_form(folder: Path) -> None:
     [
         (["missing.py"], 2, "no such script: missing.py"),
         (["other.py"], 2, "flatout.toml is for train.py; name the plan of this script with --plan"),
+        (["--plan", "flatout.toml", "loud.py"], 2, "flatout.toml is for train.py; loud.py has another source"),
         (["--plan", "none.toml", "train.py"], 2, "no plan at none.toml"),
         (["--report", "none.json", "train.py"], 2, "cannot read none.json"),
         (["--report", "flatout.toml", "train.py"], 2, "flatout.toml is not a JSON document"),
@@ -104,6 +105,7 @@ def test_a_plan_without_any_source_form(folder: Path) -> None:
 )
 def test_bad_input_is_named(folder: Path, words: list[str], code: int, said: str) -> None:
     (folder / "other.py").write_text(PLAIN)
+    (folder / "loud.py").write_text(f"print('loud')\n{PLAIN}")
     (folder / "syntax.py").write_text("x = = 1\n")
     before = sorted(folder.iterdir())
     found = said_by(folder, "diff", *words)

@@ -385,6 +385,8 @@ weight.sum().backward()
 optimizer.step()
 """
 
+COMPUTES = SHORT + "while True: pass\n"
+
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -413,6 +415,7 @@ def test_a_script(tmp_path: Path) -> None:
         (["--price", "h100"], SCRIPT, 2, "for example h100=2.49"),
         (["--device", "cpu"], SCRIPT, 2, "GPUs of the catalogue"),
         (["--patience", "1s"], "import time\ntime.sleep(600)", 1, "that is the timeout; allow more with --patience 2h"),
+        pytest.param(["--patience", "12s"], COMPUTES, 1, "train.py: no step in 1", marks=pytest.mark.slow),
         ([], "print('no training')", 1, "ended without a single step"),
         ([], "import torch\nraise ValueError('bad data')", 1, "bad data"),
         ([], SHORT, 1, "train.py ended after 1 step; a step after the first is followed operator by operator"),

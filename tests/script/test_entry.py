@@ -30,6 +30,7 @@ SCRIPTS = {
     "exit code": "import sys; print('out'); sys.exit(3)",
     "exit text": "import sys; sys.exit('a reason')",
     "exit negative": "import sys; sys.exit(-1)",
+    "another program": "import os; print('a', flush=True); os.execvp('sh', ['sh', '-c', 'cat; echo b >&2; exit 4'])",
     "exit nothing": "import sys; sys.exit()",
     "exit object": "import sys; sys.exit([1, 2])",
     "exit text into a closed stream": "import sys; sys.stderr.close(); sys.exit('a reason')",

@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flatout.script.leftovers import find_leftovers, remove_leftovers
 from flatout.script.run_folders import KEPT_SECONDS, STATE, make_folder, make_private, old_folders
-from flatout.script.work_folder import MARK, PREFIX, work_folder
+from flatout.script.work_folder import PREFIX, work_folder
+from flatout.temporary_folders import MARK, temporary_folder
 
 KERNEL = f"decoder-{'a' * 16}-{'0' * 16}.so"
 
@@ -92,6 +97,29 @@ def test_a_tune_that_runs_is_left_alone(cache: Path, temporary: Path) -> None:
         found = find_leftovers(temporary=[temporary])
         assert folder.name not in names(found)
         assert folder.exists()
+
+
+def test_the_temporary_files_of_a_process_that_was_killed_are_found_and_those_in_use_are_not(
+    cache: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    lines = (
+        "import os, sys, tempfile",
+        "from flatout.temporary_folders import temporary_folder",
+        "with temporary_folder('input') as folder:",
+        "    (folder / 'stdin').write_text('piped in')",
+        "    os.kill(os.getpid(), 9)",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False)
+    (left,) = temporary.iterdir()
+    (temporary / "flatout-input-unmarked").mkdir()  # nobody knows whether it is in use
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with temporary_folder("input") as used:
+        found = [one for one in find_leftovers(temporary=[temporary]) if one.path.startswith(str(temporary))]
+        assert [(one.path, one.size_bytes, one.is_trial) for one in found] == [(str(left), 8, False)]
+        assert remove_leftovers(found).removed == tuple(found)
+        assert remove_leftovers([replace(found[0], path=str(used))]).removed == ()
+        assert sorted(temporary.iterdir()) == sorted([used, temporary / "flatout-input-unmarked"])
 
 
 def test_what_came_to_life_meanwhile_is_left_alone(cache: Path, temporary: Path) -> None:

@@ -9,6 +9,7 @@ import gc
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -361,6 +362,32 @@ def test_calls_and_mistakes_are_passed_on(runner: Runner) -> None:
         torch.ones(1).backward()
     assert isinstance(net(), nn.Module)
     assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+def test_a_class_that_runs_forward_past_torchs_call_has_a_forward_pass(runner: Runner) -> None:
+    """As those of GPyTorch. Outside of windows the class is as it was."""
+
+    class Past(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.01)
+            return x * self.weight
+
+    own, model = Past.__call__, Past()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(30):
+        model(batch()).mean().backward()
+        optimizer.step()
+    rows = [*runner.record.rows, *runner.watch.close_window()]
+    assert rows
+    assert all(row.parts.get("forward", 0.0) >= 0.01 for row in rows)
+    assert Past.__call__ is own
 
 
 def test_a_module_that_compares_by_value_works(runner: Runner) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from flatout.errors import MachineError
 from flatout.script import work_folder as module
-from flatout.script.work_folder import MARK, PREFIX, sweep, work_folder
+from flatout.script.work_folder import PREFIX, sweep, work_folder
+from flatout.temporary_folders import MARK
 
 ROOT = Path(__file__).parents[2]
 KILLED = """

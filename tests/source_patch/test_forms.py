@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flatout.plan_choices import declared
+from flatout.script.own_files import content_digest
 from flatout.source_patch.autocast_form import TO_FP32
 from flatout.source_patch.forms import FORMS, WITHOUT_FORM
 from tests.source_patch.patching import changed_lines, patch_for
@@ -194,6 +195,43 @@ def test_only_optimizers_that_were_seen(tmp_path: Path) -> None:
     }
     patch = patch_for(tmp_path, source, report=report, optimizer="fused")
     assert changed_lines(patch) == "-    o = torch.optim.Adam(p)\n+    o = torch.optim.Adam(p, fused=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("made_at", "lines", "said"),
+    [
+        (
+            "train.py:5",
+            "-    p)\n+    p, fused=True)\n",
+            "other.py:3 is left",
+        ),
+        (
+            "",
+            "p, fused=True)\n-    return torch.optim.Adam(p)\n+    return torch.optim.Adam(p, fused=True)\n",
+            "which of train.py:5, other.py:3 the tuned run made",
+        ),
+        ("train.py:4", "", "made its optimizer at train.py:4, where its class is not called by name"),
+    ],
+    ids=["noted", "not noted", "made in another way"],
+)
+def test_only_optimizers_that_the_tuned_run_made(tmp_path: Path, made_at: str, lines: str, said: str) -> None:
+    (tmp_path / "other.py").write_text("import torch\ndef never_called(p):\n    return torch.optim.Adam(p)\n")
+    source = (
+        "import torch\nimport other\nname = 'Adam'\nq = getattr(torch.optim, name)\no = torch.optim.Adam(\n    p)\n"
+    )
+    (tmp_path / "train.py").write_text(source)
+    sources = tuple(f"{content_digest((tmp_path / name).read_bytes())} {name}" for name in ("train.py", "other.py"))
+    seen = {"kind": "Adam", "parameters": 2, "made_at": made_at}
+    report = {
+        "machine": {},
+        "plan": {"optimizer": "fused"},
+        "observed": {"optimizers": [seen]},
+        "sources": list(sources),
+    }
+    patch = patch_for(tmp_path, source, report=report, optimizer="fused", sources=sources)
+    assert lines in changed_lines(patch)
+    assert bool(lines) == bool(changed_lines(patch))
+    assert any(said in text for text in ([one.reason for one in patch.left] or patch.changes[0].notes))
 
 
 def test_autocast_around_a_loss_in_one_expression(tmp_path: Path) -> None:

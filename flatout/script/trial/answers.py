@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flatout.errors import ScriptError, TrialError
-from flatout.units import format_seconds
+from flatout.units import counted, format_seconds
 
 FEWEST_TO_PROVE = 2
 """Steps with levers on: an error of a lever in its first step (a stale copy, a lost update) shows in a second."""
 
 MORE_STEPS = "let it run more steps while it is tuned, by its own options (more epochs, smaller batches)"
 """The remedy for a script that is too short."""
+LONGER = "let it run longer, by its own options (more epochs)"
+"""The same for one that is only watched."""
 
 PEAK_STEPS = 2
 """Followed for a peak: more than one, as the last step of an epoch may have a smaller batch."""
@@ -121,8 +123,8 @@ class TrialHangs(TrialError):
         return f"; last at {self.location}" if self.location else ""
 
 
-def no_first_step(hang: TrialHangs, name: str) -> TrialError:
-    """Error for a script that had taken no step when the patience that the user gave it was over."""
+def no_step_within(hang: TrialHangs, name: str) -> TrialError:
+    """Error for a script that had not taken its next step when the patience that the user gave it was over."""
     return TrialError(
         f"{name}: no step in {format_seconds(hang.seconds)}{hang.last_at}",
         limit="that is the timeout",
@@ -179,8 +181,7 @@ def explain_end(end: TrialEnded, name: str, *, levers: bool = False, needed: str
             note += f"\nit is started in ranks, as by torchrun: flatout tune --nproc-per-node 2 {name}"
         return ScriptError(f"{name} failed by itself{alone}: {end.headline}{trace}{note}")
     if end.status != 0:
-        said = f": {end.last_line}" if end.last_line else ""
-        return ScriptError(f"{name} exited with code {end.status} after {end.steps} steps{alone}{said}")
+        return _exited(end, name, alone, None if not levers and not needed else needed)
     if end.steps == 0:
         return ScriptError(
             f"{name} ended without a single step",
@@ -189,14 +190,36 @@ def explain_end(end: TrialEnded, name: str, *, levers: bool = False, needed: str
             remedy="training in processes that the script starts, as by mp.spawn, is not followed here"
             + ": flatout tune --own-ranks 2 (own_ranks=2)" * levers,
         )
-    limit = needed or "it had more in the run before: the number of steps must stay the same while it is tuned"
-    if not needed and not end.leaves_enough_steps:
-        limit = (
-            f"flatout run turns levers on after a script's first step, and a proof needs {FEWEST_TO_PROVE} steps with "
-            "them, the second continuing from the first"
-        )
+    how = f" ({end.note})" if end.note else ""
     return ScriptError(
-        f"{name} ended after {end.script_steps} step{'s' * (end.script_steps != 1)}",
-        limit=limit,
-        remedy="let it run longer, by its own options (more epochs)" if needed else MORE_STEPS,
+        f"{name} ended after {counted(end.script_steps, 'step')}{how}",
+        limit=_too_short(end, needed),
+        remedy=LONGER if needed else MORE_STEPS,
+    )
+
+
+def _exited(end: TrialEnded, name: str, alone: str, needed: str | None) -> ScriptError:
+    """Error for a script that ended by itself with another exit code than 0, and no exception. needed: as in
+    `explain_end`; None: nobody knows how many steps it should have."""
+    plain = f"see what it says without Flatout: python {name}"
+    if end.script_steps == 0:
+        said = f": {end.last_line}" if end.last_line else ""
+        return ScriptError(f"{name} exited with code {end.status} before its first step{alone}{said}", remedy=plain)
+    said = f", and the last line that it printed is {end.last_line!r}" if end.last_line else ""
+    return ScriptError(
+        f"{name} exited with code {end.status} after {counted(end.script_steps, 'step')}{alone}{said}",
+        limit="" if needed is None else _too_short(end, needed),
+        remedy=f"if that code is no failure, {LONGER if needed else MORE_STEPS}; else {plain}",
+    )
+
+
+def _too_short(end: TrialEnded, needed: str) -> str:
+    """Why it has too few steps."""
+    if needed:
+        return needed
+    if end.leaves_enough_steps:
+        return "it had more in the run before: the number of steps must stay the same while it is tuned"
+    return (
+        f"flatout run turns levers on after a script's first step, and a proof needs {FEWEST_TO_PROVE} steps with "
+        "them, the second continuing from the first"
     )

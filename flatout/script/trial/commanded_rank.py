@@ -23,9 +23,9 @@ from flatout.environment import launched
 from flatout.machine.ranks import joined_rank
 from flatout.plan_choices import ChoiceValue
 from flatout.script.entry import Target, execute
-from flatout.script.process_end import call_at_end, leave_at_once
+from flatout.script.process_end import call_at_end, call_before_exec, leave_at_once
 from flatout.script.trial.hang_location import STACKS, dump_on_signal
-from flatout.script.trial.isolated_child import Answer, ended_answer
+from flatout.script.trial.isolated_child import Answer, becomes_another, ended_answer
 from flatout.script.trial.session import Session
 
 COMMANDS, ANSWERS = "commands-", "answers-"
@@ -77,6 +77,17 @@ class CommandedRank:
     def run(self, session: Session, end: Callable[[int], int] = lambda status: status) -> int:
         """The script, to its end; the exit status of the rank. end: what this process still does, given the script's
         status, and returns the rank's."""
+
+        def becomes(command: str) -> None:
+            if os.getpid() != self._owner:
+                return
+            if session.watch.steps:
+                self._write_end(session, 0)
+            else:
+                self.write(becomes_another(self.target.name, command))
+            leave_at_once(0)
+
+        call_before_exec(becomes)
         status = execute(self.target, self._failed)
         if os.getpid() != self._owner:  # a process that the script has forked
             return status

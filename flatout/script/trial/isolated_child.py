@@ -20,11 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, TrialError
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.patches import ImportWatch
-from flatout.script.process_end import exit_now, flush_streams
+from flatout.script.process_end import call_before_exec, exit_now, flush_streams
 from flatout.script.trial.messages import TrialConfig
 
 if TYPE_CHECKING:
@@ -43,6 +43,16 @@ def ended_answer(
     """The script has ended. status: None: this process does not know; error: its traceback, or ''."""
     told = {"status": status, "error": error[-MOST_ERROR_CHARACTERS:], "note": note}
     return {"event": "ended", **told, "steps": steps, "script_steps": script_steps}
+
+
+def becomes_another(name: str, command: str) -> dict[str, object]:
+    """The script's process is about to become another program, of which nobody here would know a step."""
+    error = TrialError(
+        f"{name} becomes another program before its first step: {command}",
+        limit="a trial follows the process in which the script starts",
+        remedy="set what it sets, as environment variables, before Flatout starts, or name the script that it starts",
+    )
+    return {"event": "refused", "reason": str(error)}
 
 
 class ObservedProcess(Protocol):
@@ -158,7 +168,7 @@ class IsolatedChild:
         return call
 
     def run(self, observer: Observer) -> NoReturn:
-        """Run the script to its end, also where it calls os._exit; never returns."""
+        """Run the script to its end, also where it calls os._exit or os.execv; never returns."""
         self._pid = os.getpid()
 
         def left_at_once(status: int) -> NoReturn:
@@ -166,8 +176,17 @@ class IsolatedChild:
                 exit_now(status)
             self._ended(observer, status & 255)
 
+        def becomes(command: str) -> None:
+            if os.getpid() != self._pid:
+                return
+            if not observer.watch.steps:
+                self.finish(becomes_another(self.target.name, command))
+            self._note = f"it became another program: {command}"
+            self._ended(observer, 0)
+
         observer.install()
         os._exit = left_at_once
+        call_before_exec(becomes)
         try:
             status = execute(self.target, self._failed)
         except KeyboardInterrupt:

@@ -44,7 +44,7 @@ from flatout.script.trial.answers import (
     TrialHangs,
     TrialSettled,
     TrialStopped,
-    no_first_step,
+    no_step_within,
 )
 from flatout.script.trial.commands import WORK_STEPS, CommandedTrial, Patience, as_json
 from flatout.script.trial.forked import KILLED, Forked, ForkOfTrial
@@ -96,6 +96,8 @@ class TrialProcess(CommandedTrial):
         self._terminal: int | None = None
         self._buffer = b""
         self._settled: Callable[[], bool] | None = None
+        self._more_if_computing = True
+        """Does it count as hanging later where it computes?"""
 
     def __enter__(self) -> TrialProcess:
         return self
@@ -131,11 +133,13 @@ class TrialProcess(CommandedTrial):
                 self._await_first_step(timeout_seconds)
 
     def start_within(self, patience_seconds: float) -> None:
-        """The same, with an error that names the option by which the user allows more time."""
+        """The same, with an error that names the option by which the user allows more time. What is asked of it later
+        has as much time each, also where the script computes."""
+        self.first_steps_seconds, self._more_if_computing = patience_seconds, False
         try:
             self.start(patience_seconds)
         except TrialHangs as hang:
-            raise no_first_step(hang, self.setup.name) from hang
+            raise no_step_within(hang, self.setup.name) from hang
 
     def watch(
         self, command: Command, timeout_seconds: float, settled: Callable[[], bool] | None = None
@@ -414,7 +418,8 @@ class TrialProcess(CommandedTrial):
 
     def _read_line(self, timeout_seconds: float, *, starting: bool) -> bytes:
         interruptible = self.interruptible and not starting
-        awaited = Patience(timeout_seconds, None if starting else self._computed_seconds)
+        more = self._more_if_computing and not starting
+        awaited = Patience(timeout_seconds, self._computed_seconds if more else None)
         gone = False
         while b"\n" not in self._buffer:
             patience = awaited.seconds_left

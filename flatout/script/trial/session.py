@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -34,6 +35,8 @@ from flatout.script.batch_count import BatchCount
 from flatout.script.describe import NOT_AS_NOW, allows_tf32, observe
 from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
+from flatout.script.patches import Patches, noting
+from flatout.script.places import Places
 from flatout.script.process_end import leave_at_once
 from flatout.script.seeds import TrialSeeds
 from flatout.script.step_memory import MemorySample, follow_memory
@@ -42,8 +45,11 @@ from flatout.script.trial.forking import ForkPoint
 from flatout.script.trial.isolated_child import Answer, IsolatedChild
 from flatout.script.trial.messages import Command
 from flatout.script.watch import Watch
+from flatout.tracebacks import within
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from flatout.script.trial.commanded_rank import CommandedRank
 
 STEPPING = frozenset(("window", "breakdown", "work", "operators", "peak", "numerics"))
@@ -99,6 +105,7 @@ class Session:
         self._threads_at_start: int | None = None
         self._thread_variables = thread_variables()
         self._recorder: NumericsRecorder | None = None
+        self._patches = Patches()
         self._unseeded: list[str] = []
         """Places in the script that took a seed from the system or the clock, and got ours instead."""
         self.watch.at_boundary.append(child.guarded(self._boundary))
@@ -122,13 +129,23 @@ class Session:
     def at_torch(self) -> list[Callable[[ModuleType], object]]:
         """Called once torch has been imported."""
         of_fork = [] if self._point is None else [self._point.follow_threads]
-        return [*of_fork, self.watch.install, self._torch_imported, *self._child.torch_hooks]
+        return [*of_fork, self.watch.install, self._note_made, self._torch_imported, *self._child.torch_hooks]
 
     def ended(self) -> Answer | None:
         """What was recorded until then; an unfinished window has no answer but the end."""
         if self._recorder is None or self._task is None or not self._recorder.steps:
             return None
         return {"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()}
+
+    def _note_made(self, torch: ModuleType) -> None:
+        """Which line makes which optimizer."""
+        places, made_at = Places(self._child.target.folder), self.watch.subject.made_at
+
+        def note(optimizer: Optimizer, *_: object, **__: object) -> None:
+            file, number = places.here()
+            made_at[id(optimizer)] = f"{within(os.path.realpath(file), places.folder)}:{number}" if number else ""
+
+        self._patches.replace(torch.optim.Optimizer, "__init__", noting(note))
 
     def _torch_imported(self, torch: ModuleType) -> None:
         """Turn on what must be on before the first loader creates its iterator."""

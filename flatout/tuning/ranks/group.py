@@ -135,6 +135,9 @@ class RankGroup(CommandedTrial):
             fault = next((answer["reason"] for _, answer in arrived if answer["event"] == "fault"), None)
             if fault is not None:
                 raise TrialFault(fault)
+            refused = next((answer["reason"] for _, answer in arrived if answer["event"] == "refused"), None)
+            if refused is not None:
+                raise TrialError(refused)
             if ended := {rank: answer for rank, answer in arrived if answer["event"] == "ended"}:
                 self._explain_end(ended)
         return [found[rank] for rank in range(self.count)]

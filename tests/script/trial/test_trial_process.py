@@ -16,7 +16,7 @@ from flatout.errors import TrialError
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial import process as trial_process
-from flatout.script.trial.answers import TrialEnded, explain_end
+from flatout.script.trial.answers import TrialEnded, TrialHangs, explain_end
 from flatout.script.trial.commands import Patience
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import Starts, TrialSetup
@@ -185,6 +185,27 @@ def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_
     with TrialProcess(setup) as trial, pytest.raises(TrialEnded) as ended:
         trial.start(120)
     assert "pass --allow-network" in str(explain_end(ended.value, "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("status", "steps", "note", "said"),
+    [
+        (2, 0, "", "t.py exited with code 2 before its first step, without any lever: bye; see what it says without"),
+        (
+            3,
+            1,
+            "",
+            "t.py exited with code 3 after 1 step, without any lever, and the last line that it printed is 'bye'",
+        ),
+        (3, 1, "", "; flatout run turns levers on after a script's first step"),
+        (3, 2, "", "if that code is no failure, let it run more steps while it is tuned"),
+        (0, 2, "it became another program: sh", "t.py ended after 2 steps (it became another program: sh)"),
+    ],
+)
+def test_an_early_end_is_told_with_its_exit_code_and_a_remedy(status: int, steps: int, note: str, said: str) -> None:
+    end = TrialEnded(status, "", max(0, steps - 1), note, script_steps=steps, last_line="bye")
+    assert said in str(explain_end(end, "t.py", levers=True))
+    assert "a step after the first" in str(explain_end(end, "t.py", needed="a step after the first")) or not steps
 
 
 def test_a_failure_is_said_without_dangling_marks() -> None:
@@ -380,6 +401,17 @@ def test_a_process_that_computes_is_given_more_time(monkeypatch: pytest.MonkeyPa
     assert idle.is_over()
 
 
+def test_each_step_has_the_patience_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more, although the process computes."""
+    trial = TrialProcess(TrialSetup(target=Target(path="train.py"), work_folder=tmp_path))
+    monkeypatch.setattr(trial, "start", lambda seconds: None)
+    monkeypatch.setattr(trial, "_computed_seconds", lambda: pytest.fail("it was asked whether it computes"))
+    trial.start_within(0.3)
+    trial._command_write, trial._answer_read = os.pipe()[1], os.pipe()[0]
+    with pytest.raises(TrialHangs, match="no step for 0 s"):
+        trial.operators([])
+
+
 def test_a_cache_that_cannot_be_made_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial ended at it, with no word of it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -389,6 +421,52 @@ def test_a_cache_that_cannot_be_made_is_not_shared(tmp_path: Path, monkeypatch: 
     assert setup.written == (tmp_path / "shared",)
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "folder"))
     assert setup.written == (tmp_path / "folder" / "inductor", tmp_path / "shared")
+
+
+BECOMES_ANOTHER = "os.execvp('{program}', ['sh', '-c', 'sleep 1000'])"
+
+
+@pytest.mark.usefixtures("forked_trials")
+@pytest.mark.parametrize("program", ["sh", "/bin/sh"])
+@pytest.mark.first_case
+def test_a_script_that_becomes_another_program_is_not_waited_for(tmp_path: Path, program: str) -> None:
+    with pytest.raises(TrialError, match=r"train.py becomes another program before its first step: /\S*/sh -c 'sleep"):
+        started(tmp_path, BECOMES_ANOTHER.format(program=program), None)
+
+
+@pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
+def test_a_script_that_becomes_another_program_has_ended(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.format(before="") + f"    if step == 4: {BECOMES_ANOTHER.format(program='sh')}\n")
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+        with pytest.raises(TrialEnded) as ended:
+            trial.window([], settle=0, steps=9)
+    assert (ended.value.status, ended.value.steps) == (0, 5)
+    assert "became another program" in ended.value.note
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_forks_become_other_programs_and_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    before = (
+        "if os.fork() == 0: os.execvp('sh', ['sh', '-c', 'exit 5'])\n"
+        "try: os.execvp('no-such-program', ['no-such-program'])\n"
+        "except FileNotFoundError: print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"
+    )
+    assert started(tmp_path, before, None) == "5"
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_the_line_that_makes_an_optimizer_is_noted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.format(before=""))
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+        (optimizer,) = trial.describe().optimizers
+    assert optimizer.made_at == "train.py:5"
 
 
 @pytest.mark.usefixtures("forked_trials")
