@@ -564,9 +564,8 @@ def _matrix_cell(cell: Document) -> str:
 
 def ranks_overhead(document: Document) -> str:
     """Two ranks, beside the same loop by hand."""
-    scaling = document["weak_scaling"]
     rows = [
-        [one["one"], one["other"], ratio(one["comparison"]).removeprefix("x"), percent(scaling[one["one"]])]
+        [one["one"], one["other"], ratio(one["comparison"]).removeprefix("x"), percent(one["weak_scaling"][one["one"]])]
         for one in document["rows"]
     ]
     header = ["", "beside", "speed of the one over that of the other", "of one rank's speed, per rank"]
@@ -581,7 +580,7 @@ def ranks_memory(document: Document) -> str:
         if found:
             errors = [abs(one["error"]) for one in found]
             late = max(one["most_bytes"] / one["measured_bytes"] for one in found) - 1
-            rows.append([name, f"{len(found)}", f"{median(errors):.2%}", f"{max(errors):.2%}", percent(late)])
+            rows.append([name, f"{len(found)}", f"{100 * median(errors):.2f} %", f"{100 * max(errors):.2f} %", percent(late)])
     header = ["", "models and ranks", "median error", "largest", "more than that held in some step, at most"]
     return table(header, rows, above(document, ", 2 and 4 ranks"))
 

@@ -1,8 +1,10 @@
 """`python -m benchmarks.parallel.overhead`: a step of TrainStep beside the same by hand, with the same ranks.
 
-In every rank the contenders take turns, a window of steps each, in another order every round; the ranks go from window
-to window together. A row is the ratio of paired windows (exact signed-rank interval, 95 %): above 1, the first one is
-faster. Then weak scaling: what the same share of a batch takes on one rank and on all of them, one thread each.
+Two contenders at a time, in ranks of their own: in every rank they take turns, a window of steps each, in another order
+every round; the ranks go from window to window together. That is done with new ranks several times, as one start is
+faster than another by some per cent. A row is the ratio of all paired windows (exact signed-rank interval, 95 %): above
+1, the first one is faster. Then weak scaling: what the same share of a batch takes on one rank and on all of them, one
+thread each.
 
     python -m benchmarks.parallel.overhead --ranks 2 --out overhead.json
 """
@@ -34,7 +36,7 @@ SAMPLES = 4
 """Of each rank's share."""
 
 
-def windows(rounds: int, width: int, layers: int) -> dict[str, Any]:
+def windows(names: Sequence[str], rounds: int, width: int, layers: int) -> dict[str, Any]:
     """On each rank: contender -> seconds a step, of each round."""
     torch.set_num_threads(1)
     here = ranks()
@@ -42,7 +44,7 @@ def windows(rounds: int, width: int, layers: int) -> dict[str, Any]:
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     generator = torch.Generator().manual_seed(here.rank)
     batch = torch.randint(512, (SAMPLES, 129), generator=generator)
-    steps = {name: make(model_of(width, layers)) for name, make in CONTENDERS.items()}
+    steps = {name: make(model_of(width, layers)) for name, make in CONTENDERS.items() if name in names}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     count = 0
     for step in steps.values():
@@ -72,34 +74,41 @@ def _parameters(width: int, layers: int) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=24, help="of each start")
+    parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     parser.add_argument("--in-rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--names", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.in_rank is not None:
-        found = windows(arguments.rounds, arguments.width, arguments.layers)
+        found = windows(arguments.names, arguments.rounds, arguments.width, arguments.layers)
         if distributed.get_rank() == 0:
             arguments.in_rank.write_text(json.dumps(found))
         distributed.destroy_process_group()
         return 0
-    measured = {count: _measured(arguments, count) for count in (1, arguments.ranks)}
-    rows = _compared(measured[arguments.ranks]["seconds"])
-    scaling = _scaling(measured[1]["seconds"], measured[arguments.ranks]["seconds"])
+    rows, measured = [], []
+    for one, other in PAIRS:
+        if one not in CONTENDERS or other not in CONTENDERS:
+            print(f"{one} beside {other}: not installed")
+            continue
+        found = [_measured(arguments, arguments.ranks, (one, other)) for _ in range(arguments.starts)]
+        alone = _measured(arguments, 1, (one, other))
+        rows.append(_compared(one, other, [start["seconds"] for start in found], alone["seconds"]))
+        measured.append({"ranks": found, "alone": alone})
     document = {"benchmark": "parallel.overhead", "machine": detect().to_json(), "ranks": arguments.ranks}
-    document |= {"rows": rows, "weak_scaling": scaling, "measured": measured}
     if arguments.out:
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        arguments.out.write_text(json.dumps({**document, "rows": rows, "measured": measured}, indent=1) + "\n")
     return 0
 
 
-def _measured(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
+def _measured(arguments: argparse.Namespace, count: int, names: Sequence[str]) -> dict[str, Any]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
     sizes = ["--rounds", str(arguments.rounds), "--width", str(arguments.width), "--layers", str(arguments.layers)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank.json"
-        command = [sys.executable, *launcher, "-m", MODULE, *sizes, "--in-rank", str(out)]
+        command = [sys.executable, *launcher, "-m", MODULE, *sizes, "--in-rank", str(out), "--names", *names]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{count} ranks ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -107,25 +116,20 @@ def _measured(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
         return found
 
 
-def _compared(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    rows = []
-    for one, other in PAIRS:
-        if one not in seconds or other not in seconds:
-            print(f"{one} beside {other}: not installed")
-            continue
-        found = compare_paired(seconds[other], seconds[one])
-        rows.append({"one": one, "other": other, "comparison": found.to_json()})
-        times = f"{median(seconds[one]) * 1e3:.1f} against {median(seconds[other]) * 1e3:.1f} ms"
-        print(f"{one} beside {other}: x{found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), {times}", flush=True)
-    return rows
-
-
-def _scaling(alone: dict[str, list[float]], several: dict[str, list[float]]) -> dict[str, float]:
-    """What of the time of one rank's step is left where all take one, in shares: 1 is perfect."""
-    found = {name: median(alone[name]) / median(several[name]) for name in several if name in alone}
-    for name, share in found.items():
-        print(f"weak scaling, {name}: {share:.0%}")
-    return found
+def _compared(
+    one: str, other: str, starts: list[dict[str, list[float]]], alone: dict[str, list[float]]
+) -> dict[str, Any]:
+    """`weak_scaling`: what of the speed of one rank is left where all train, as a share."""
+    seconds = {name: [window for start in starts for window in start[name]] for name in (one, other)}
+    found = compare_paired(seconds[other], seconds[one])
+    scaling = {name: median(alone[name]) / median(seconds[name]) for name in (one, other)}
+    by_start = [compare_paired(start[other], start[one]).ratio for start in starts]
+    times = f"{median(seconds[one]) * 1e3:.1f} against {median(seconds[other]) * 1e3:.1f} ms"
+    shares = " and ".join(f"{share:.0%}" for share in scaling.values())
+    bounds = f"({found.low:.3f} to {found.high:.3f}; {', '.join(f'{ratio:.3f}' for ratio in by_start)})"
+    print(f"{one} beside {other}: x{found.ratio:.3f} {bounds}, {times}; weak scaling {shares}", flush=True)
+    comparison = {"comparison": found.to_json(), "of_each_start": by_start}
+    return {"one": one, "other": other, **comparison, "weak_scaling": scaling}
 
 
 if __name__ == "__main__":

@@ -83,10 +83,10 @@ class FakeRun(FakeTensorMode):
 
 
 def is_fake(tensor: object) -> bool:
-    """Has that tensor neither memory nor values? Nor has one around such tensors: a rank's part under FSDP, a DTensor."""
-    if isinstance(tensor, Tensor) and is_traceable_wrapper_subclass(tensor):
-        return all(isinstance(one, FakeTensor) for one in plain_tensors(tensor))
-    return isinstance(tensor, FakeTensor)
+    """Has that tensor neither memory nor values? Nor has one around such: a rank's part under FSDP, a DTensor."""
+    if isinstance(tensor, FakeTensor) or not isinstance(tensor, Tensor):
+        return isinstance(tensor, FakeTensor)
+    return is_traceable_wrapper_subclass(tensor) and all(isinstance(one, FakeTensor) for one in plain_tensors(tensor))
 
 
 def generators_in(objects: Iterable[object]) -> Iterator[torch.Generator]:

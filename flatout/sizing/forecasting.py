@@ -96,7 +96,7 @@ def forecast(
     batch: any batch of the right kinds and shapes; with `batch_size`, its tensors are taken to have that many samples
     instead. device: where it would run; None: where the model is; 'cpu', 'cuda', or a GPU of the catalogue
     ('rtx-4090', 'a100-80gb', 'h200'), which need not be here. ranks: of the first of so many, which share training as
-    the plan's `parallel` says ('ddp', 'zero1', 'fsdp', 'tensor'); they need not be here. The batch is that of all ranks.
+    the plan's `parallel` says ('ddp', 'zero1', 'fsdp', 'tensor'); they need not be here. The batch is that of them all.
 
     Raises UsageError for what is no TrainStep, a GPU that is not known, a batch without tensors, and ranks without a
     plan for them.

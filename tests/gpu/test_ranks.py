@@ -16,6 +16,9 @@ import pytest
 import torch
 from torch import distributed
 
+import flatout
+from flatout.memory.tracking import Tracker
+
 NCCL = distributed.is_available() and distributed.is_nccl_available() and "STAND_IN" not in os.environ
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and distributed.is_available()), reason="needs a CUDA GPU and torch.distributed"
@@ -129,3 +132,15 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path, strategy: str) -> None:
     found = trained_by_two(tmp_path, strategy, "")
     assert (found["device"], found["count"]) == ("cuda:0", 2)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
+
+
+def test_what_fsdp_gathers_on_its_own_streams_has_segments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 8)).cuda()
+    loss = flatout.supervised(torch.nn.CrossEntropyLoss())
+    step = flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), loss, flatout.Plan(parallel="fsdp"))
+    batch = torch.zeros(8, 768, device="cuda"), torch.zeros(8, dtype=torch.int64, device="cuda")
+    apart = flatout.forecast(step, batch, ranks=2)
+    monkeypatch.setattr(Tracker, "_stream", lambda *_: 0)
+    together = flatout.forecast(step, batch, ranks=2)
+    assert apart.tensor_bytes == together.tensor_bytes
+    assert apart.peak_bytes >= together.peak_bytes + 20 * 2**20

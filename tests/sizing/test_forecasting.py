@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,13 @@ def test_fits_counts_the_uncertainty(capacity: int | None, fits: bool | None) ->
     found = forecast_of(timeline, target, batch_size=None, uncertainty=0.03, not_covered=())
     assert found.fits is fits
     assert str(found).startswith("this batch on cpu")
+
+
+def test_each_stream_of_a_gpu_has_segments_of_its_own() -> None:
+    megabytes = Allocation(size_bytes=3_000_000, born=0, phase="forward", step=0, stream=0)
+    timeline = Timeline([megabytes, replace(megabytes, born=1, stream=7)], [(0, True), (1, True)])
+    found = forecast_of(timeline, Target(name="cuda", cuda=True), batch_size=None, uncertainty=0.1, not_covered=())
+    assert found.peak_bytes == 2 * 20 * 2**20
 
 
 def test_a_device_of_the_catalogue_need_not_be_here() -> None:

@@ -95,6 +95,13 @@ def test_under_tensor_a_rank_has_its_part_of_the_layers_and_the_whole_batch() ->
         flatout.forecast(step, tokens, ranks=3)
 
 
+def test_a_step_of_a_sharded_model_leaves_nothing_else_behind() -> None:
+    found = forecast_of("fsdp", 4)
+    batch = sum(one.nbytes for one in BATCH) // 4
+    parts = 4 * 4 * PARAMETERS / 4  # weights, gradients and two moments
+    assert found.between_steps_bytes == pytest.approx(parts + batch, rel=0.02)
+
+
 def test_more_ranks_hold_less_each() -> None:
     assert forecast_of("fsdp", 8).peak_bytes < forecast_of("fsdp", 2).peak_bytes
 
