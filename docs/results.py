@@ -578,9 +578,9 @@ def ranks_memory(document: Document) -> str:
     for name in STRATEGIES:
         found = [one for one in document["rows"] if one["strategy"] == name]
         if found:
-            errors = [abs(one["error"]) for one in found]
+            errors = [100 * abs(one["error"]) for one in found]
             late = max(one["most_bytes"] / one["measured_bytes"] for one in found) - 1
-            rows.append([name, f"{len(found)}", f"{100 * median(errors):.2f} %", f"{100 * max(errors):.2f} %", percent(late)])
+            rows.append([name, f"{len(found)}", f"{median(errors):.2f} %", f"{max(errors):.2f} %", percent(late)])
     header = ["", "models and ranks", "median error", "largest", "more than that held in some step, at most"]
     return table(header, rows, above(document, ", 2 and 4 ranks"))
 
