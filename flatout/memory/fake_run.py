@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,14 @@ class FakeRun(FakeTensorMode):
             for one, other in zip(objects, made, strict=True):
                 if isinstance(one, optimizers.Optimizer) and isinstance(other, optimizers.Optimizer):
                     copy_own_attributes(one, other, copied)
+        return made
+
+    def from_tensor(self, tensor: Tensor, **options: Any) -> FakeTensor:
+        """A fake copy. What is on the meta device, as a model that is larger than this machine, is on the CPU there:
+        meta tensors know neither ranks nor autocast."""
+        made = super().from_tensor(tensor, **options)
+        if tensor.is_meta:
+            made.fake_device = torch.device("cpu")
         return made
 
     def tensor_like(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

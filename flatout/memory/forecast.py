@@ -41,7 +41,8 @@ class MemoryForecast(ShownAsText):
     offloaded_bytes: int = 0
     """CUDA: activations that a step moves to the host's memory, where there must be as much, and back."""
     phase: str
-    """In which part of a step the peak is: forward, backward or optimizer."""
+    """In which part of a step the peak is: forward, backward or optimizer; 'before' the first one, where each rank still
+    has the whole model."""
     module: str
     line: str
     """The user's line that led to it: a line of the forward, where the peak is in its backward pass."""
@@ -75,7 +76,8 @@ class MemoryForecast(ShownAsText):
         parts = [f"{name} {format_bytes(size)}" for name, size in self.categories.items() if size]
         extra = [("rounding", self.rounding_bytes), ("cached", self.cached_bytes)]
         parts += [f"{name} {format_bytes(size)}" for name, size in extra if size]
-        places = (f"in the {self.phase}", self.module and f"of {self.module}", self.line and f"at {self.line}")
+        phase = "before the first step" if self.phase == "before" else f"in the {self.phase}"
+        places = (phase, self.module and f"of {self.module}", self.line and f"at {self.line}")
         where = " ".join(part for part in places if part)
         batch = f"batch {self.batch_size}" if self.batch_size is not None else "this batch"
         of = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""

@@ -86,6 +86,8 @@ class Tracker:
         """guarded: why tracking stopped; an error of ours, which must not reach the script."""
         self._guarded = guarded
         self.step = 0
+        self.in_step = True
+        """False: what is allocated comes before the first step, as a rank's parts of the model do."""
         self.model: HasParameters | None = None
         self._workspace_of = workspace_of
         self._attributed, self._limit_bytes, self._prefer = attributed, limit_bytes, prefer
@@ -381,7 +383,7 @@ class Tracker:
     # where things come from
 
     def _origin(self, operation: str) -> tuple[Phase, str, str]:
-        if not operation:
+        if not operation or not self.in_step:
             return "before", "", ""
         if self._phase == "backward":
             return ("backward", *self._forward_origin(current_node()))

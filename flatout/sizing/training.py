@@ -176,9 +176,11 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
     tracker.hold(training.weights(), "weights")
     tracker.hold((one for _, one in tensors_in(batch)), "inputs")
     tracker.hold(_state_tensors(training.optimizer), "optimizer")
+    tracker.in_step = False
     step = training.make_step()
     closing.callback(step.close)
     tracker.hold(training.weights(), "weights")  # a lever may have changed their layout
+    tracker.in_step = True
     for number in range(STEPS_FOLLOWED if training.ranks == 1 else STEPS_OF_RANKS):
         tracker.step = number
         step(batch)

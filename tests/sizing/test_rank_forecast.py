@@ -102,6 +102,34 @@ def test_a_step_of_a_sharded_model_leaves_nothing_else_behind() -> None:
     assert found.between_steps_bytes == pytest.approx(parts + batch, rel=0.02)
 
 
+def test_where_each_rank_has_the_whole_model_before_its_part_that_is_the_peak() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(12)))
+    loss = flatout.supervised(nn.CrossEntropyLoss())
+    step = flatout.TrainStep(model, torch.optim.SGD(model.parameters()), loss, flatout.Plan(parallel="fsdp"))
+    found = flatout.forecast(step, (torch.zeros(16, 300), torch.zeros(16, dtype=torch.int64)), ranks=16)
+    whole = sum(one.nbytes for one in model.parameters())
+    assert whole < found.peak_bytes < 1.1 * whole
+    assert found.phase == "before"
+    assert "; before the first step; not counted" in str(found)
+
+
+@pytest.mark.parametrize("parallel", [None, "ddp", "fsdp", "tensor"])
+def test_a_model_on_the_meta_device_is_forecast_as_one_with_memory(parallel: Any) -> None:
+    def peak(device: str) -> int:
+        with torch.device(device):
+            model = flatout.models.TransformerLM(
+                flatout.models.TransformerConfig(vocab_size=400, max_tokens=32, width=64, heads=4, layers=2)
+            )
+            tokens = torch.zeros(8, 32, dtype=torch.int64)
+        plan = flatout.Plan() if parallel is None else flatout.Plan(parallel=parallel)
+        step = flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), scored_tokens, plan)
+        found = flatout.forecast(step, tokens, device="h100", ranks=None if parallel is None else 2)
+        assert {one.device.type for one in step.model.parameters()} == {device}
+        return found.peak_bytes
+
+    assert peak("meta") == peak("cpu")
+
+
 def test_more_ranks_hold_less_each() -> None:
     assert forecast_of("fsdp", 8).peak_bytes < forecast_of("fsdp", 2).peak_bytes
 
