@@ -41,8 +41,8 @@ class MemoryForecast(ShownAsText):
     offloaded_bytes: int = 0
     """CUDA: activations that a step moves to the host's memory, where there must be as much, and back."""
     phase: str
-    """In which part of a step the peak is: forward, backward or optimizer; 'before' the first one, where each rank still
-    has the whole model."""
+    """In which part of a step the peak is: forward, backward or optimizer; 'before' the first one, where each rank
+    still has the whole model."""
     module: str
     line: str
     """The user's line that led to it: a line of the forward, where the peak is in its backward pass."""
