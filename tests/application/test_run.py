@@ -60,6 +60,7 @@ def test_a_script_is_run_in_a_new_process(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow
 def test_a_script_is_run_by_a_plan_and_nothing_is_written_beside_it(folder: Path) -> None:
     check_a_run_by_a_plan(folder)
 

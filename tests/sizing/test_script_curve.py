@@ -181,6 +181,7 @@ def test_an_empty_budget_is_refused(tmp_path: Path) -> None:
     assert "'' is not a duration" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_script_with_too_few_steps_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ScriptError) as caught:
         curve(write(tmp_path, epochs=1, samples=20))

@@ -48,6 +48,7 @@ def test_a_process_that_does_not_dump_its_stacks_is_left_alone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("isolation", ["auto", "guard"])
+@pytest.mark.first_case
 def test_a_trial_that_hangs_says_at_which_line(tmp_path: Path, isolation: Literal["auto", "guard"]) -> None:
     script = tmp_path / "train.py"
     script.write_text(

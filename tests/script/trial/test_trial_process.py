@@ -163,6 +163,7 @@ def test_an_end_without_pythons_own_is_told(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(("steps", "made", "status"), [(6, 6, None), (40, 10, 7)])
 @pytest.mark.first_case
+@pytest.mark.slow
 def test_a_command_that_holds_from_the_first_line_has_one_answer_and_the_scripts_end_if_that_comes_first(
     tmp_path: Path, steps: int, made: int, status: int | None
 ) -> None:
@@ -449,6 +450,7 @@ def test_a_script_that_becomes_another_program_has_ended(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_forks_become_other_programs_and_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     before = (
         "if os.fork() == 0: os.execvp('sh', ['sh', '-c', 'exit 5'])\n"
@@ -470,6 +472,7 @@ def test_the_line_that_makes_an_optimizer_is_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_a_process_that_the_script_forks_ends_by_itself(tmp_path: Path) -> None:
     """It answers nobody: that the trial has ended without a step."""
     before = "if os.fork() == 0: sys.exit(5)\nprint(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"
