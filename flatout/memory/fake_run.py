@@ -75,7 +75,7 @@ class FakeRun(FakeTensorMode):
                     copy_own_attributes(one, other, copied)
         return made
 
-    def from_tensor(self, tensor: Tensor, **options: Any) -> FakeTensor:
+    def from_tensor(self, tensor: Tensor, **options: Any) -> FakeTensor:  # options: as torch has them
         """A fake copy. What is on the meta device, as a model that is larger than this machine, is on the CPU there:
         meta tensors know neither ranks nor autocast."""
         made = super().from_tensor(tensor, **options)
