@@ -21,13 +21,22 @@ MARK = "made-by-flatout"
 PREFIXES = tuple(f"flatout-{kind}-" for kind in get_args(Kind))
 
 
+def lock_and_mark(folder: str | Path) -> int:
+    """Its lock, held until this descriptor is closed. OSError where there are no such locks, as on Windows."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        if lock_now(lock):
+            Path(folder, MARK).touch()
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
 @contextlib.contextmanager
 def temporary_folder(kind: Kind) -> Iterator[Path]:
     """A new one, for this user alone."""
     with tempfile.TemporaryDirectory(prefix=f"flatout-{kind}-") as name, contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # Windows has no such locks, nor has every file system
-            lock = os.open(name, os.O_RDONLY)
-            held.callback(os.close, lock)
-            if lock_now(lock):
-                Path(name, MARK).touch()
+        with contextlib.suppress(OSError):  # such a folder is then left unmarked, and never taken for a leftover
+            held.callback(os.close, lock_and_mark(name))
         yield Path(name)

@@ -21,7 +21,7 @@ from pathlib import Path
 from flatout.errors import MachineError, TrialError
 from flatout.file_locks import lock_now
 from flatout.script.isolation import cleanup
-from flatout.temporary_folders import MARK, PREFIXES
+from flatout.temporary_folders import MARK, PREFIXES, lock_and_mark
 
 PREFIX = "flatout-trials-"
 UNFINISHED = "flatout-new-"
@@ -108,9 +108,7 @@ def _parent() -> Path:
 def _make(parent: Path) -> tuple[Path, int]:
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
-        lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
-        lock_now(lock)
-        (unfinished / MARK).touch()
+        lock = lock_and_mark(unfinished)
         folder = parent / (PREFIX + unfinished.name.removeprefix(UNFINISHED))
         unfinished.rename(folder)
     except OSError as error:

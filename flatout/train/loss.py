@@ -244,18 +244,18 @@ def _explain_kinds(criterion: object, outputs: object, targets: object, error: E
     module = getattr(criterion.func if isinstance(criterion, functools.partial) else criterion, "__module__", "")
     if module not in ("torch.nn.functional", "torch.nn.modules.loss") or is_numpy_array(targets):  # explained elsewhere
         return
-    if not _is_tensor(outputs):
-        raise UsageError(
-            f"the model returns {described(outputs)}",
-            limit="supervised() passes what it returns to the criterion, which takes a tensor",
-            remedy="write a loss_fn(model, batch) that takes the scores out of it, or return them alone",
-        ) from error
-    if not _is_tensor(targets):
-        raise UsageError(
-            f"the targets are {described(targets)}",
-            limit="the criterion compares two tensors",
-            remedy="convert them once: torch.as_tensor(targets)",
-        ) from error
+    limit = "supervised() passes what it returns to the criterion, which takes a tensor"
+    remedy = "write a loss_fn(model, batch) that takes the scores out of it, or return them alone"
+    of_outputs = outputs, "the model returns", limit, remedy
+    of_targets = (
+        targets,
+        "the targets are",
+        "the criterion compares two tensors",
+        "convert them: torch.as_tensor(targets)",
+    )
+    for value, which, limit, remedy in (of_outputs, of_targets):
+        if not _is_tensor(value):
+            raise UsageError(f"{which} {described(value)}", limit=limit, remedy=remedy) from error
 
 
 def _explain_targets(criterion: Callable[..., Tensor], outputs: object, targets: object, error: Exception) -> None:

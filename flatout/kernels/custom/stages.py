@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,27 +155,41 @@ def _nonfinite(session: Session, cases: Sequence[Case]) -> bool:
         reason = "nonfinite = False" if session.definition.nonfinite is False else "no input can be NaN or infinite"
         session.found("non-finite", "skipped", reason)
         return True
+    done, wrong, refused = _each(session, "non-finite", cases, _nonfinite_problem, _end(session, NONFINITE_SECONDS))
+    if done and not wrong:
+        session.found("non-finite", "passed", "NaN and infinity are passed on as by the reference", cases=done)
+    elif not done:
+        reason = f"the reference {refused}" if refused else "there was no time left"
+        session.found("non-finite", "skipped", reason)
+    return not wrong
+
+
+def _each(
+    session: Session,
+    name: str,
+    cases: Sequence[Case],
+    problem_of: Callable[[Definition, Case, str], Problem | None],
+    end: float,
+) -> tuple[int, int, str]:
+    """(how many were checked until that time, how many of them are wrong, why the reference fails on the last one on
+    which it does). A wrong one is told."""
     wrong: list[tuple[Case, Problem]] = []
-    done, end, reason = 0, _end(session, NONFINITE_SECONDS), "there was no time left"
+    done, refused = 0, ""
     for case in cases:
         if time.perf_counter() > end:
             break
-        session.starts("non-finite", case)
+        session.starts(name, case)
         try:
-            problem = _nonfinite_problem(session.definition, case, session.device)
+            problem = problem_of(session.definition, case, session.device)
         except ReferenceFails as error:
-            reason = f"the reference {error}"
+            refused = str(error)
             continue
         done += 1
         if problem is not None:
             wrong.append((case, problem))
     if wrong:
-        tell_failure(session, "non-finite", wrong[0], _nonfinite_problem, cases=done, failed=len(wrong))
-    elif done:
-        session.found("non-finite", "passed", "NaN and infinity are passed on as by the reference", cases=done)
-    else:
-        session.found("non-finite", "skipped", reason)
-    return not wrong
+        tell_failure(session, name, wrong[0], problem_of, cases=done, failed=len(wrong))
+    return done, len(wrong), refused
 
 
 def _nonfinite_problem(definition: Definition, case: Case, device: str) -> Problem | None:
@@ -197,28 +211,15 @@ def _gradient(session: Session, cases: Sequence[Case]) -> bool:
         return False
     small = [case for case in cases if elements(session.definition, case.sizes) <= GRADIENT_ELEMENTS]
     chosen = small[:: max(1, len(small) // GRADIENT_CASES)]
-    wrong: list[tuple[Case, Problem]] = []
-    done, end, reason = 0, _end(session, GRADIENT_SECONDS), "no case is small enough"
-    for case in chosen:
-        if time.perf_counter() > end:
-            break
-        session.starts("gradient", case)
-        try:
-            problem = gradient_problem(session.definition, case, session.device)
-        except NotSupported as error:
-            _tell_not_supported(session, "gradient", wanted, f"no gradient: {error}")
-            return False
-        except ReferenceFails as error:
-            reason = f"the reference has none: it {error}"
-            continue
-        done += 1
-        if problem is not None:
-            wrong.append((case, problem))
-    if wrong:
-        tell_failure(session, "gradient", wrong[0], gradient_problem, cases=done, failed=len(wrong))
-    elif done:
+    try:
+        done, wrong, refused = _each(session, "gradient", chosen, gradient_problem, _end(session, GRADIENT_SECONDS))
+    except NotSupported as error:
+        _tell_not_supported(session, "gradient", wanted, f"no gradient: {error}")
+        return False
+    if done and not wrong:
         session.found("gradient", "passed", "as autograd's of the reference", cases=done)
-    else:
+    elif not done:
+        reason = f"the reference has none: it {refused}" if refused else "no case is small enough"
         session.found("gradient", "skipped", reason)
     return bool(done)
 
