@@ -115,6 +115,9 @@ class ForkServer:
     def close(self) -> None:
         """End the server; what it started must have been waited for."""
         if self._connection is not None:
+            # A process that a test forked, say a loader's worker, holds this end too: closing it alone would tell the
+            # server nothing while that lives.
+            self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._connection = None
             self._wait()
