@@ -29,6 +29,7 @@ from flatout import __version__
 from flatout.errors import PlanError, UsageError
 from flatout.notebook_tables import table_html
 from flatout.plan_choices import (
+    SAME_BATCH,
     SAME_PLAN,
     SCOPES,
     Choices,
@@ -207,6 +208,23 @@ _TEXTS = (
     "torch_version",
     "flatout_version",
 )
+
+
+def shares_of_batch(plan: Plan, ranks: int) -> int:
+    """Into how many shares so many ranks divide each batch: one each, unless several compute with the same samples.
+
+    Ranks that follow one another have the same share. Raises PlanError where tensor_ranks does not divide the ranks.
+    """
+    if plan.parallel in SAME_BATCH or ranks == 1:
+        return 1
+    together = plan.tensor_ranks or 1
+    if ranks % together:
+        raise PlanError(
+            f"tensor_ranks is {together}, and there are {ranks} ranks",
+            limit="it divides their number: so many share each layer",
+            remedy="change one of the two, or drop tensor_ranks",
+        )
+    return ranks // together
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

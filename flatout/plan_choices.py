@@ -373,6 +373,18 @@ class Choices:
             ),
         ),
     )
+    tensor_ranks: int | None = choice(
+        "neighbouring ranks that share each layer, as parallel = 'tensor' does, and a batch; fsdp is across the others",
+        scopes=("step", "batches"),
+        exactness="rounding",
+        low=2,
+        high=1024,
+        in_forecasts=False,
+        requires=(
+            _WITH_FSDP,
+            Requirement("fsdp_cpu_offload", _in(None, False), "parts of layers stay on the GPU", "drop one of the two"),
+        ),
+    )
 
     micro_batches: int | None = choice(
         "parts that each batch is split into, for one optimizer step; the batch does not grow",

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from benchmarks.parallel.models import CASES
 from flatout.machine.detect import detect
+from flatout.strategies.facts import STRATEGIES, strategies_of
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 NUDGES = 5
 MOST = 3.0
 """Times what one rounding error at the start makes of a run: ranks round otherwise in every step."""
@@ -59,6 +59,8 @@ def _cells(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cells = []
     for strategy in arguments.strategies:
         for ranks in arguments.ranks:
+            if strategy not in strategies_of(ranks):
+                continue
             found = _run(folder / f"{strategy}-{ranks}", ranks, [*common, "--strategy", strategy])
             for name in arguments.models:
                 cell = {"model": name, "strategy": strategy, "ranks": ranks, **_cell(alone, found, name, noise[name])}

@@ -29,10 +29,13 @@ import flatout
 from benchmarks.memory.cases import Subject
 from benchmarks.memory.cases_library import library_cases
 from flatout.machine.detect import detect
+from flatout.plan import shares_of_batch
+from flatout.sizing.forecasting import FORECAST_RANKS
 from flatout.statistics import median
+from flatout.strategies.facts import FSDP_TENSOR, plan_of, strategies_of
 from flatout.units import format_bytes
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "tensor")
+STRATEGIES = (*FORECAST_RANKS, FSDP_TENSOR)
 MODULE = "benchmarks.parallel.memory"
 COUNT_SOURCE = Path(__file__).with_name("allocator_count.c")
 STEPS = 12
@@ -45,10 +48,10 @@ def subjects() -> dict[str, Subject]:
     return {one.subject.name: one.subject for one in library_cases() if one.subject.name not in WITH_BATCH_NORM}
 
 
-def train_step(subject: Subject, kind: Any) -> flatout.TrainStep:  # kind: as Plan takes it
+def train_step(subject: Subject, kind: str, ranks: int) -> flatout.TrainStep:
     model = subject.make()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    return flatout.TrainStep(model, optimizer, subject.loss_fn, flatout.Plan(parallel=kind))
+    return flatout.TrainStep(model, optimizer, subject.loss_fn, plan_of(kind, ranks))
 
 
 def measured_bytes(subject: Subject, kind: str, samples: int) -> list[int]:
@@ -59,7 +62,7 @@ def measured_bytes(subject: Subject, kind: str, samples: int) -> list[int]:
     gc.collect()
     before = count.allocator_held_bytes()
     torch.manual_seed(0)
-    step = train_step(subject, kind)
+    step = train_step(subject, kind, flatout.ranks().count)
     batch = subject.batch(samples)
     peaks = []
     for _ in range(STEPS):
@@ -104,10 +107,12 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = []
     for kind in arguments.strategies:
         for count in arguments.ranks:
+            if kind not in strategies_of(count):
+                continue
             held = _held(kind, count, arguments)
             for name in arguments.models:
                 if isinstance(held[name], str):
-                    print(f"{name:16} {kind:6} {count} ranks  {held[name]}", flush=True)
+                    print(f"{name:16} {kind:11} {count} ranks  {held[name]}", flush=True)
                     continue
                 row = _row(known[name], kind, count, arguments.samples, held[name])
                 rows.append(row)
@@ -139,8 +144,8 @@ def _held(kind: str, count: int, arguments: argparse.Namespace) -> dict[str, Any
 
 def _row(subject: Subject, kind: str, count: int, samples: int, held: list[list[int]]) -> dict[str, Any]:
     measured, most = max(min(of_rank) for of_rank in held), max(max(of_rank) for of_rank in held)
-    step = train_step(subject, kind)
-    whole = samples if kind == "tensor" else samples * count  # there each rank computes with the whole batch
+    step = train_step(subject, kind, count)
+    whole = samples * shares_of_batch(step.plan, count)
     made = flatout.forecast(step, subject.batch(samples), batch_size=whole, ranks=count)
     step.close()
     error = made.peak_bytes / measured - 1

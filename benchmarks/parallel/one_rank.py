@@ -18,6 +18,7 @@ from torch import Tensor, distributed, nn
 import flatout
 from benchmarks.parallel.models import CASES, Case
 from flatout.parallel.whole_tensors import whole
+from flatout.strategies.facts import plan_of
 
 BATCH = 16
 MICRO_BATCHES = 4
@@ -34,8 +35,9 @@ def train(case: Case, strategy: str | None, steps: int, *, nudged: int = 0) -> t
         _nudge(model, nudged)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    parts = {"micro_batches": MICRO_BATCHES} if strategy == "pipeline" else {}
-    plan = flatout.Plan(**({} if strategy is None else {"parallel": strategy, **parts}))
+    plan = flatout.Plan() if strategy is None else plan_of(strategy, here.count)
+    if strategy == "pipeline":
+        plan = plan.with_choice("micro_batches", MICRO_BATCHES, "")
     terms = {"count_terms": case.count_terms} if case.of_tokens else {}
     step = flatout.TrainStep(model, optimizer, case.loss, plan, clip_norm=1.0, scheduler=schedule, **terms)
     train_data = flatout.batches(case.data(), BATCH, plan, seed=3)

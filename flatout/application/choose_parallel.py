@@ -55,9 +55,9 @@ def choose_parallel(
     what it sets is in force everywhere. seconds: for all of it, the proof included. progress: called with a line of
     text.
 
-    "ddp", "zero1", "fsdp", "tensor" and "pipeline" are tried, as far as the model, the plan and the memory allow: each
-    beside one process, in steps of the same batches. What is faster is measured again in new processes, and its losses
-    and weights are compared with those of one process.
+    "ddp", "zero1", "fsdp", "tensor", "pipeline" and, from four ranks on, "fsdp" with `tensor_ranks` are tried, as far
+    as the model, the plan and the memory allow: each beside one process, in steps of the same batches. What is faster
+    is measured again in new processes, and its losses and weights are compared with those of one process.
 
     Returns a ParallelChoice: `plan` (with `parallel`, where a strategy was chosen), `chosen`, `speedup`, `trials`,
     `proof`, `summary()`. Raises UsageError for a function that cannot be used, ScriptError where it fails.

@@ -32,8 +32,7 @@ from flatout.errors import UsageError, describe_error
 from flatout.machine.detect import usable_cores
 from flatout.machine.ranks import joined, joined_rank, joined_ranks
 from flatout.machine.ranks import ranks as ranks_of_run
-from flatout.plan import Plan
-from flatout.plan_choices import SAME_BATCH
+from flatout.plan import Plan, shares_of_batch
 from flatout.units import counted
 
 if TYPE_CHECKING:
@@ -88,6 +87,11 @@ class Batches:
             return len(self._order.spans(self.seed, self.epoch, 0, least=self._least))
         whole, rest = divmod(self._samples_now(), self._out.batch_size)
         return whole + (rest >= self._out.least_samples)
+
+    @property
+    def rank(self) -> int:
+        """Which share of each batch this process has, from 0."""
+        return self._out.rank
 
     @property
     def ranks(self) -> int:
@@ -545,7 +549,8 @@ def _place(rank: int | None, ranks: int | None, plan: Plan) -> tuple[int, int]:
     if rank is None and ranks is None:
         if plan.parallel is not None:
             here = ranks_of_run()
-            return (here.rank, here.count) if plan.parallel not in SAME_BATCH else (0, 1)
+            shares = shares_of_batch(plan, here.count)
+            return here.rank // (here.count // shares), shares
         if joined():
             return joined_rank(), joined_ranks()
         if (launched := environment.launched()) is not None and launched[1] > 1:

@@ -52,6 +52,11 @@ class Stream:
         """As of Batches."""
 
     @property
+    def rank(self) -> int:
+        """Which share of each batch this process has, from 0."""
+        return self._out.rank
+
+    @property
     def ranks(self) -> int:
         """How many ranks share each batch."""
         return self._out.ranks

@@ -3,6 +3,7 @@
     ddp            every rank has the whole model; gradients are averaged
     zero1          the same, and each rank keeps the optimizer's state of a part of the parameters
     fsdp           each rank keeps a part of everything: parameters, gradients, state
+                   with tensor_ranks: a part of a part of every layer that so many neighbouring ranks share
     tensor         every rank has the whole batch, and a part of every layer
     pipeline       every rank has the whole batch, and some of the layers
 
@@ -18,6 +19,7 @@ from flatout.errors import PlanError, UsageError
 from flatout.machine.ranks import ranks
 from flatout.parallel.strategy import Strategy
 from flatout.parallel.whole_tensors import CUTS, PART_OF_STATE, STAGES, whole_shape
+from flatout.plan import shares_of_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +39,7 @@ COMPARED = (
     "fsdp_dtype",
     "fsdp_keep_gathered",
     "fsdp_cpu_offload",
+    "tensor_ranks",
     "nonfinite",
 )
 """Choices that decide what ranks send one another."""
@@ -50,7 +53,7 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     import torch
 
     _check_kept(model, optimizer, plan)
-    given = _as_given(model)
+    given = None if plan.tensor_ranks is not None else _as_given(model)
     if given is not None or plan.parallel is None:
         return given or Strategy()
     if ranks().count == 1:
@@ -58,9 +61,10 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     from flatout.memory.fake_run import is_fake  # here: it takes a second to import
     from flatout.parallel.averaging import beside_model, refuse_beside_model
 
+    shares_of_batch(plan, ranks().count)  # PlanError where that cannot be
     if not is_fake(next(model.parameters())):  # in a forecast there are no others
         _check_alike(model, plan, beside_model(model, optimizer))
-    if plan.parallel in ("tensor", "pipeline"):
+    if plan.parallel in ("tensor", "pipeline") or plan.tensor_ranks is not None:
         refuse_beside_model(model, optimizer, plan.parallel)
     if plan.parallel == "tensor":
         from flatout.parallel.tensor.training import split_over_ranks
@@ -79,6 +83,10 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
         )
     if plan.batch_norm == "synced":
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if plan.tensor_ranks is not None:
+        from flatout.parallel.tensor.with_fsdp import split_and_sharded
+
+        return split_and_sharded(model, optimizer, plan)
     if plan.parallel == "fsdp":
         from flatout.parallel.shard import sharded
 
@@ -126,19 +134,38 @@ def _check_alike(model: Module, plan: Plan, beside: Sequence[Tensor] = ()) -> No
 
 def _check_kept(model: Module, optimizer: Optimizer, plan: Plan) -> None:
     """A model that is on several ranks stays there: to any other strategy its parts would look like a whole model."""
-    for kind, attribute in (("tensor", CUTS), ("pipeline", STAGES)):
-        if plan.parallel != kind and any(attribute in module.__dict__ for module in model.modules()):
-            raise UsageError(
-                f"parallel is {plan.parallel!r}, and an earlier step with {kind!r} put the model on several ranks",
-                limit="it stays there",
-                remedy=f"keep parallel = {kind!r}, or load its state_dict() into a new model",
-            )
+    kept, asked = _earlier(model), _named(plan)
+    if kept is not None and kept != asked and (kept not in ("ddp", "fsdp") or plan.tensor_ranks is not None):
+        raise UsageError(
+            f"parallel is {asked!r}, and the model was put on several ranks by {kept!r}",
+            limit="it stays there",
+            remedy=f"keep parallel = {kept!r}, or load its state_dict() into a new model",
+        )
     if plan.parallel != "zero1" and optimizer.state and getattr(optimizer, PART_OF_STATE, False):
         raise UsageError(
             f"parallel is {plan.parallel!r}, and an earlier step with 'zero1' was closed",
             limit="each rank has the optimizer's state of a part of the parameters",
             remedy="change the plan with step = step.with_plan(plan), or make a new optimizer",
         )
+
+
+def _named(plan: Plan) -> str | None:
+    return plan.parallel if plan.tensor_ranks is None else f"{plan.parallel} + {plan.tensor_ranks} tensor_ranks"
+
+
+def _earlier(model: Module) -> str | None:
+    """How an earlier step put the model on several ranks, or, for ddp and fsdp, the user did."""
+    import torch
+
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return "ddp"
+    sharded = hasattr(model, "set_requires_gradient_sync")  # FSDP2; its package is not imported to find out
+    for module in model.modules():
+        if cuts := module.__dict__.get(CUTS):
+            return f"fsdp + {next(iter(cuts.values())).across.count} tensor_ranks" if sharded else "tensor"
+        if STAGES in module.__dict__:
+            return "pipeline"
+    return "fsdp" if sharded else None
 
 
 def _as_given(model: Module) -> Strategy | None:
@@ -148,7 +175,7 @@ def _as_given(model: Module) -> Strategy | None:
         from flatout.parallel.replicate import wrapped_by_user
 
         return wrapped_by_user(model)
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2; its package is not imported to find out
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         from flatout.parallel.shard import sharded_by_user
 
         return sharded_by_user(model)

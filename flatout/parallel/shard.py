@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from flatout.data.nested import tensors_in
@@ -23,7 +23,7 @@ from flatout.errors import PlanError, UsageError
 from flatout.levers.compile import repeated_blocks
 from flatout.parallel.averaging import averaged_beside_model, refuse_beside_model, same_on_all_ranks
 from flatout.parallel.strategy import Strategy, group_or_none
-from flatout.parallel.whole_tensors import is_distributed, like
+from flatout.parallel.whole_tensors import CUT, is_distributed, like
 from flatout.torch_private.attributes import view_base
 from flatout.torch_private.dispatch import disable_current_modes
 
@@ -90,18 +90,18 @@ class _Outputs:
                 )
 
 
-def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Strategy:
+def sharded(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, mesh: DeviceMesh | None = None
+) -> Strategy:
     """Shard the model over all ranks, in place, and give the optimizer the sharded parameters.
 
     Every rank begins with rank 0's weights. State that the optimizer holds already is sharded with its parameters.
     What the model returns keeps its dtype under fsdp_dtype, so that losses are computed in fp32. With fsdp_cpu_offload
-    the parts stay in the host's memory, and the model may be there too when it is given.
+    the parts stay in the host's memory, and the model may be there too when it is given. mesh: the ranks over which it
+    is sharded, which have the same values already; None: all.
     """
+    blocks = check_shardable(model, optimizer)
     before = dict(model.named_parameters(remove_duplicate=False))
-    _check_optimizer(optimizer)
-    _check_shardable(before)
-    blocks = _separate_blocks(model)
-    _check_dtypes(model, blocks)
     device = next(iter(before.values())).device.type
     offload = OffloadPolicy()
     if plan.fsdp_cpu_offload:
@@ -109,9 +109,9 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         device, offload = "cuda", CPUOffloadPolicy()
     if device != "cpu":
         refuse_beside_model(model, optimizer, "fsdp")
-    same_on_all_ranks(model)
-    with disable_current_modes():  # it computes with the ranks' numbers, in a forecast too
-        mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    if mesh is None:
+        same_on_all_ranks(model)
+        mesh = mesh_of((distributed.get_world_size(),), device)
     gathered = torch.bfloat16 if plan.fsdp_dtype == "bf16" else None
     inside = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=gathered and torch.float32)
     outside = replace(inside, output_dtype=gathered and torch.float32)
@@ -120,6 +120,9 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         fully_shard(block, mesh=mesh, mp_policy=inside, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=outside, offload_policy=offload, reshard_after_forward=again)
     after = dict(model.named_parameters(remove_duplicate=False))
+    for name, old in before.items():
+        if hasattr(old, CUT):  # this rank's part of a layer was sharded further
+            setattr(after[name], CUT, getattr(old, CUT))
     exchange_parameters(optimizer, [(old, after[name]) for name, old in before.items()])
     strategy = sharded_by_user(model)
     assert strategy is not None, "it has just been sharded"
@@ -128,8 +131,22 @@ def sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     return strategy
 
 
-def _check_shardable(parameters: Mapping[str, Tensor]) -> None:
-    """UsageError for what FSDP2 does not take, before anything is sharded."""
+def mesh_of(sizes: tuple[int, ...], device: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """All ranks, in so many rows and columns. A collective: of its groups."""
+    with disable_current_modes():  # it computes with the ranks' numbers, in a forecast too
+        return init_device_mesh(device, sizes, mesh_dim_names=names)
+
+
+def check_shardable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.nn.Module]:
+    """The blocks that are sharded one by one. UsageError for what FSDP2 does not take, before anything is sharded."""
+    _check_optimizer(optimizer)
+    _check_parameters(dict(model.named_parameters(remove_duplicate=False)))
+    blocks = _separate_blocks(model)
+    _check_dtypes(model, blocks)
+    return blocks
+
+
+def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
     for name, one in parameters.items():
         if one.ndim == 0:
             what, remedy = "has no dimension", "give it one, with a single element: torch.nn.Parameter(torch.ones(1))"

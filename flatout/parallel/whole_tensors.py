@@ -40,6 +40,12 @@ def home_of(parameter: Tensor) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else parameter.device
 
 
+def local_part(value: Tensor) -> Tensor:
+    """This rank's part of a tensor that is spread over ranks, in the same memory; anything else as it is."""
+    part: Tensor = value.to_local() if is_distributed(value) else value  # type: ignore[attr-defined]  # of a DTensor
+    return part
+
+
 def whole(value: Any) -> Any:  # a DTensor, or anything else
     """The whole of a tensor that is spread over ranks, a collective; anything else as it is."""
     return value.full_tensor() if is_distributed(value) else value
@@ -54,7 +60,7 @@ def like(parameter: Any, value: Any) -> Any:  # DTensors or tensors
 
     cut = getattr(parameter, CUT, None)
     if cut is not None and isinstance(value, torch.Tensor):
-        return cut.part(value)
+        value = cut.part(value)
     if not is_distributed(parameter) or not isinstance(value, torch.Tensor) or is_distributed(value):
         return value
     if value.shape != parameter.shape or value.ndim == 0:
@@ -87,11 +93,14 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 def ranks_of_calls(model: Module) -> ProcessGroup | None:
     """Those that take part in every call of the model, because each has a part of it; None: this one has all."""
+    from torch import distributed
+
+    spread: Any = next((one for one in model.parameters() if is_distributed(one)), None)
     for module in model.modules():
         if cuts := module.__dict__.get(CUTS):
-            return next(iter(cuts.values())).across.group  # type: ignore[no-any-return]  # a Cut's
+            across: ProcessGroup = next(iter(cuts.values())).across.group  # a Cut's
+            return across if spread is None else distributed.group.WORLD
         stages = module.__dict__.get(STAGES)
         if stages is not None and stages.begins:  # before the first step each rank has all of it
             return stages.across.group  # type: ignore[no-any-return]  # of Stages
-    spread: Any = next((one for one in model.parameters() if is_distributed(one)), None)
     return None if spread is None else spread.device_mesh.get_group(0)

@@ -63,7 +63,7 @@ def _ranks(found: StrategiesFound) -> str:
 
 
 def _trial(one: StrategyTrial, found: StrategiesFound) -> list[str]:
-    head = f"{one.outcome:<12}{one.strategy:<9} "
+    head = f"{one.outcome:<12}{one.strategy:<11} "
     if one.comparison is None or one.baseline_seconds is None or one.step_seconds is None:
         lines = [head + one.reason]
     else:

@@ -41,6 +41,7 @@ from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker
 from flatout.memory.workspace import WorkspaceOf
 from flatout.parameters import parameters_of
+from flatout.plan import shares_of_batch
 from flatout.sizing.real_steps import forecast_from_real_steps
 from flatout.sizing.target import find_target
 from flatout.sizing.training import (
@@ -120,11 +121,10 @@ def _one_of(training: Training, samples: int, ranks: int) -> tuple[Training, int
         raise UsageError(
             "fsdp_cpu_offload is set", limit="what waits in the host's memory is not forecast", remedy="drop it"
         )
-    if training.plan.parallel == "tensor":  # each computes its part of the layers, for the whole batch
-        return replace(training, ranks=ranks), samples
-    if samples < ranks:
-        raise UsageError(f"the batch has {samples} samples for {ranks} ranks", limit="each has one at least")
-    return replace(training, ranks=ranks), -(-samples // ranks)
+    shares = shares_of_batch(training.plan, ranks)
+    if samples < shares:
+        raise UsageError(f"the batch has {samples} samples for {shares} ranks", limit="each has one at least")
+    return replace(training, ranks=ranks), -(-samples // shares)
 
 
 def forecast_training(training: Training, target: Target, batch_size: int) -> MemoryForecast:

@@ -138,7 +138,7 @@ class Training:
 
 def carried_out(plan: Plan, ranks: int = 1) -> Plan:
     """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and reads no value."""
-    of_ranks = ("parallel", "batch_norm", "fsdp_dtype", "fsdp_keep_gathered") if ranks > 1 else ()
+    of_ranks = ("parallel", "batch_norm", "fsdp_dtype", "fsdp_keep_gathered", "tensor_ranks") if ranks > 1 else ()
     plan = plan.without(
         *(name for name in plan.choices() if not declared()[name].in_forecasts and name not in of_ranks)
     )

@@ -31,7 +31,15 @@ from flatout.script.trial.setup import TrialSetup
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import stopped_by_interrupt
-from flatout.strategies.facts import ALONE, STRATEGIES, Memory, TrainingFacts, planned_for
+from flatout.strategies.facts import (
+    ALONE,
+    STRATEGIES,
+    Memory,
+    TrainingFacts,
+    planned_for,
+    strategies_of,
+    strategy_of,
+)
 from flatout.strategies.found import Outcome, StrategiesFound, StrategyProof, StrategyTrial
 from flatout.strategies.prediction import Points, Predicted, group_of, predictions
 from flatout.strategies.proving import NUDGES, proved
@@ -143,7 +151,7 @@ class _Choosing:
             ranks=request.ranks,
             facts=self._facts,
             limit_bytes=self._limit_bytes,
-            baseline="" if baseline is None else baseline.plan.parallel or ALONE,
+            baseline="" if baseline is None else strategy_of(baseline.plan),
             trials=(),
             chosen=None,
             reason="no strategy can be used",
@@ -155,7 +163,7 @@ class _Choosing:
         if baseline is not None:
             with contextlib.suppress(BudgetSpent), self._open:
                 for name in candidates:
-                    if name != baseline.plan.parallel:
+                    if name != strategy_of(baseline.plan):
                         self._try(name, baseline)
             try:
                 with self._deadline.stage("the last comparison and the proof"):
@@ -278,7 +286,7 @@ class _Choosing:
     def _possible(self) -> list[str]:
         """Strategies that the plan and the memory allow, the most promising first."""
         limit, found = self._limit_bytes, []
-        for name in STRATEGIES:
+        for name in strategies_of(self._request.ranks):
             memory = self._facts.memory.get(name, Memory(bytes=None))
             try:
                 self._plans[name] = planned_for(
@@ -414,7 +422,7 @@ class _Choosing:
         does, or may."""
         memory = self._facts.memory
         alone = memory[ALONE].bytes or 0
-        one, several = (memory[each.plan.parallel or ALONE].bytes or alone // each.ranks for each in (baseline, way))
+        one, several = (memory[strategy_of(each.plan)].bytes or alone // each.ranks for each in (baseline, way))
         if self._request.visible:
             both, limit = one + several, self._limit_bytes
         else:
@@ -499,7 +507,7 @@ class _Choosing:
         self._trials[trial.strategy] = replace(trial, outcome="dropped", reason=reason)
 
     def _final(self, name: str, baseline: Way) -> Pairing | None:
-        self._progress(f"measuring {name} against {baseline.plan.parallel or ALONE}, in new processes")
+        self._progress(f"measuring {name} against {strategy_of(baseline.plan)}, in new processes")
         for_proof = self._proof_seconds(MOST_STEPS) if baseline.ranks == 1 else 0.0
         deadline = self._deadline.reserving(min(for_proof, self._deadline.seconds_left / 2))
         sides, pace = TwoWays(one=baseline, other=self._way(name)), self._pace(deadline.seconds_left)
@@ -543,13 +551,14 @@ class _Choosing:
         why = f"{ALONE} does not fit" if ratio is None else f"x{ratio:.2f} here over one process"
         steps = "" if proof is None else f"; trains as one over {proof.steps} steps; rounding"
         plan = self._plans[name]
-        plan = plan.with_choice("parallel", name, f"{self._request.ranks} ranks: {why}{steps}")
+        reasons = {**plan.reasons, "parallel": f"{self._request.ranks} ranks: {why}{steps}"}
         return replace(
             found,
             chosen=name,
             reason="",
             plan=replace(
                 plan,
+                reasons=reasons,
                 machine_fingerprint=self._machine.fingerprint,
                 machine_name=self._machine.cpu.name,
                 torch_version=self._machine.versions.torch,

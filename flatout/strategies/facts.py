@@ -20,8 +20,10 @@ from flatout.strategies.made import endless, training_of
 from flatout.torch_private.modules import BatchNorm
 from flatout.train.step import TrainStep
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
-"""Values of a plan's `parallel`, the simplest first."""
+FSDP_TENSOR = "fsdp+tensor"
+"""parallel = 'fsdp' with tensor_ranks."""
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", FSDP_TENSOR, "pipeline")
+"""Values of a plan's `parallel`, and what consists of two, the simplest first."""
 MICRO_BATCHES_A_RANK = (4, 2, 1)
 """Of a pipeline, whose stages wait the less the more there are."""
 WARM_STEPS, MOST_STEPS, STEPS_SECONDS = 2, 10, 3.0
@@ -69,6 +71,30 @@ class TrainingFacts:
         return self.device == "cpu"
 
 
+def strategies_of(ranks: int) -> tuple[str, ...]:
+    """Those that so many ranks can use."""
+    return tuple(name for name in STRATEGIES if name != FSDP_TENSOR or _tensor_ranks(ranks) is not None)
+
+
+def _tensor_ranks(ranks: int) -> int | None:
+    """As few as possible, since they exchange in every layer; None: the ranks cannot be divided in both ways."""
+    return next((count for count in range(2, ranks // 2 + 1) if ranks % count == 0), None)
+
+
+def strategy_of(plan: Plan) -> str:
+    """'one process' where the plan has none."""
+    return FSDP_TENSOR if plan.tensor_ranks is not None else plan.parallel or ALONE
+
+
+def plan_of(strategy: str, ranks: int, plan: Plan | None = None) -> Plan:
+    """The plan with the choices that the strategy, one of `strategies_of`, stands for."""
+    plan, tensor_ranks = plan or Plan(), _tensor_ranks(ranks)
+    if strategy != FSDP_TENSOR:
+        return plan.with_choice("parallel", strategy, "")
+    assert tensor_ranks is not None, "strategies_of has it only where there are"
+    return plan.with_choice("parallel", "fsdp", "").with_choice("tensor_ranks", tensor_ranks, "")
+
+
 def planned_for(plan: Plan, strategy: str, ranks: int, samples: int | None, rank_threads: int | None = None) -> Plan:
     """The plan with this strategy, and with what it needs. PlanError where they do not go together.
 
@@ -76,7 +102,7 @@ def planned_for(plan: Plan, strategy: str, ranks: int, samples: int | None, rank
     """
     if rank_threads is not None and (plan.threads or 0) > rank_threads:
         plan = plan.without("threads")
-    plan = plan.with_choice("parallel", strategy, "")
+    plan = plan_of(strategy, ranks, plan)
     if strategy == "pipeline" and (plan.micro_batches or 1) < ranks:
         parts = [ranks * each for each in MICRO_BATCHES_A_RANK]
         count = next((count for count in parts if samples is None or count <= samples), parts[-1])
@@ -90,7 +116,7 @@ def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> Trai
     batch = next(endless(batches, spec))
     samples = countable_samples(batch)
     memory = {ALONE: _forecast(step, batch)}
-    for name in STRATEGIES:
+    for name in strategies_of(ranks):
         step, memory[name] = _of_rank(step, batch, plan, name, ranks, samples)
     step = step.with_plan(plan)
     model, blocks = step.model, repeated_blocks(step.model)
@@ -117,7 +143,7 @@ def _of_rank(
     step: TrainStep, batch: object, plan: Plan, strategy: str, ranks: int, samples: int | None
 ) -> tuple[TrainStep, Memory]:
     """(the step to go on with, the forecast of one rank). What the user's function made is made once."""
-    if strategy not in FORECAST_RANKS:
+    if strategy not in (*FORECAST_RANKS, FSDP_TENSOR):
         return step, Memory(bytes=None, reason=f"there are forecasts for {', '.join(FORECAST_RANKS)} alone")
     try:
         step = step.with_plan(planned_for(plan, strategy, ranks, samples))

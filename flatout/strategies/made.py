@@ -47,10 +47,12 @@ def training_of(spec: str, plan: Plan) -> tuple[TrainStep, Iterable[object]]:
     step, batches = made
     if not hasattr(batches, "__iter__") or isinstance(batches, torch.Tensor | dict | str | bytes):
         raise UsageError(f"{spec} returned {type(batches).__name__} as batches", limit=LIMIT, remedy=REMEDY)
-    if step.plan.parallel != plan.parallel:
+    for name in ("parallel", "tensor_ranks"):
+        if getattr(step.plan, name) == getattr(plan, name):
+            continue
         raise UsageError(
-            f"the step of {spec} has parallel = {step.plan.parallel!r}",
-            limit=f"it was called with a plan whose parallel is {plan.parallel!r}",
+            f"the step of {spec} has {name} = {getattr(step.plan, name)!r}",
+            limit=f"it was called with a plan whose {name} is {getattr(plan, name)!r}",
             remedy="make the step with the plan that the function is called with",
         )
     return step, batches

@@ -2,7 +2,7 @@
 
     ddp, zero1, fsdp   a rank's share of that time, and what `flatout.parallel.communication_costs` says of the exchange
     pipeline           each rank has its part of the step, and waits while the first and the last parts of a batch pass
-    tensor             unknown: what the ranks exchange depends on the model's layers
+    tensor             unknown: what the ranks exchange depends on the model's layers; so is fsdp with tensor_ranks
 
 On a CPU a rank has its share of the cores, and the step was timed with so many threads. Predictions decide which
 strategy is tried first; none is left out for them.

@@ -15,6 +15,7 @@ from flatout.script.entry import Target
 from flatout.script.replicas.settings import refusal_of
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.setup import TrialSetup
+from flatout.strategies.facts import strategy_of
 from flatout.strategies.told import TRAINER, Told
 from flatout.tuning.devices.ranks_trial import RanksRefused
 from flatout.tuning.ranks.script import ScriptRanks
@@ -44,7 +45,7 @@ class Way:
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningTrial]:
         """At the end of its first step. Raises RanksRefused where the strategy, or the user's function, refuses."""
-        label = self.plan.parallel or "one-process"
+        label = strategy_of(self.plan).replace(" ", "-")
         folder = Path(tempfile.mkdtemp(prefix=f"{label}-told-", dir=self.setup.work_folder))
         told = Told(spec=self.spec, plan=self.plan.to_toml(), role="train", ranks=self.ranks, samples=self.samples)
         told.write(folder)

@@ -23,7 +23,7 @@ from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
 from flatout.parallel.heartbeat import alive
-from flatout.parallel.whole_tensors import home_of, ranks_of_calls
+from flatout.parallel.whole_tensors import CUTS, home_of, ranks_of_calls
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
@@ -37,6 +37,8 @@ from flatout.train.step import TrainStep
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
+
+    from flatout.parallel.tensor.training import SameBatch
 
 _REMEDY = "for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss()).metrics"
 
@@ -68,8 +70,8 @@ def evaluate(
     remedy = "pass flatout.batches(data, 64, shuffle=False), or [batch]"
     as_iterable(data, "data", limit="it is an iterable of batches", remedy=remedy)
     totals = _Totals()
-    shared = isinstance(data, Batches | Stream) and data.ranks > 1
-    rest = data.too_few_for_ranks() if isinstance(data, Batches) and shared else None
+    shared = data.rank if isinstance(data, Batches | Stream) and data.ranks > 1 else None
+    rest = data.too_few_for_ranks() if isinstance(data, Batches) and shared is not None else None
     home = _only_device(model)
     with contextlib.ExitStack() as around:
         if hasattr(model, "reshard"):  # FSDP2; its package is not imported to find out
@@ -77,8 +79,9 @@ def evaluate(
 
             reshard(model)  # its ranks are those of parameters that are not gathered now
             around.callback(reshard, model)
-        others = None if shared else ranks_of_calls(model)
+        others = ranks_of_calls(model) if shared is None else None
         lengths = None if others is None else SameLengths(others, next(model.parameters()).device)
+        same_batch = _same_batch(model)
         around.enter_context(evaluating(model))
         around.enter_context(whole_epoch(data))
         # not inference_mode: tensors that a model creates lazily and keeps could not be used in training later
@@ -91,18 +94,20 @@ def evaluate(
             if lengths is not None:
                 lengths.check(ended=False)
             batch = given if home is None else to_device(given, home)
+            if same_batch is not None:
+                same_batch.check(batch)
             totals.add(_measured(model, batch, metrics), batch)
             alive()
         if lengths is not None:
             lengths.check(ended=True)
-        if shared and isinstance(data, Stream):  # its end is known now
+        if shared is not None and isinstance(data, Stream):  # its end is known now
             rest = data.too_few_for_ranks()
         if rest is not None:  # every rank calls the model, because that may be a collective; one of them counts it
             batch = rest if home is None else to_device(rest, home)
             found = _measured(model, batch, metrics)
             if ranks().first:
                 totals.add(found, batch)
-    return totals.of_all_ranks() if shared else totals.figures()
+    return totals.figures() if shared is None else totals.of_all_ranks(shared)
 
 
 def _subject(
@@ -119,6 +124,16 @@ def _subject(
         limit = "a model alone does not say what to measure"
         raise wrong("metrics", None, limit, f"pass a TrainStep, or {_REMEDY}")
     return model, as_metrics(metrics), as_plan(plan, "step")
+
+
+def _same_batch(model: Module) -> SameBatch | None:
+    """Compares the first batch of ranks that share the model's layers; None where none do."""
+    cuts = next((module.__dict__[CUTS] for module in model.modules() if CUTS in module.__dict__), None)
+    if cuts is None:
+        return None
+    from flatout.parallel.tensor.training import SameBatch
+
+    return SameBatch(next(iter(cuts.values())).across)
 
 
 class _Totals:
@@ -139,14 +154,18 @@ class _Totals:
             before = self._sums.get(name, (0.0, 0))
             self._sums[name] = before[0] + total, before[1] + count
 
-    def of_all_ranks(self) -> dict[str, float]:
-        """The figures over the batches of all ranks: a collective. Waits for the device."""
+    def of_all_ranks(self, share: int) -> dict[str, float]:
+        """The figures over the batches of all ranks: a collective. Waits for the device.
+
+        share: the number of this rank's share. Of ranks with the same one, the first counts.
+        """
         from torch import distributed
 
         sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
         rows = {name: one.rows() for name, one in self._gathered.items()}
         distributed.get_world_size()  # raises where there is no process group
-        every = gathered((sums, rows), distributed.group.WORLD)
+        of_ranks = gathered((share, sums, rows), distributed.group.WORLD)
+        every = {number: (sums, rows) for number, sums, rows in reversed(of_ranks)}.values()
         self._sums = dict(summed(there for there, _ in every))
         for name, one in self._gathered.items():
             one.take([row for _, rows_there in every for row in rows_there.get(name, ())])

@@ -13,10 +13,13 @@ MODELS = """
 import copy, warnings
 import flatout
 from flatout import Plan, TrainStep, batches, models
+from flatout.parallel.whole_tensors import local_part, whole
 from flatout.errors import FlatoutError, UsageError
 from torch.nn import functional as F
 V = 37  # no multiple of the ranks
 def ours(kind, drop=0.0, layers=2, heads=4):
+    if kind == "one-block":
+        kind, layers = "gpt2", 1
     sizes = dict(vocab_size=V, max_tokens=8, width=16, heads=heads, dropout=drop, vocab_multiple=1)
     if kind == "gpt2":
         sizes |= dict(embedding_dropout=drop, attention_dropout=drop)
@@ -39,6 +42,14 @@ def theirs(kind, layers=2):
     config = transformers.BertConfig(vocab_size=V, hidden_size=16, num_hidden_layers=layers, num_attention_heads=4,
         intermediate_size=32, max_position_embeddings=8, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     return transformers.BertForMaskedLM(config)
+def plan_of(parallel, **choices):
+    both = dict(parallel="fsdp", tensor_ranks=2) if parallel == "fsdp+tensor" else dict(parallel=parallel)
+    return Plan(**both, **choices)
+def mean_of_ranks(figures):  # each rank's is its part of the mean, where they share a batch
+    found = torch.tensor(figures, dtype=torch.float64)
+    if ranks > 1:
+        distributed.all_reduce(found)
+    return (found / ranks).tolist()
 class Loss:
     def __init__(self, kind):
         self.kind = kind
@@ -46,7 +57,7 @@ class Loss:
         x, y = batch
         scores = model(x, x) if self.kind == "seq" else model(input_ids=x) if self.kind.startswith("hf") else model(x)
         scores = getattr(scores, "logits", scores)
-        right = (scores.argmax(-1) == y).float().mean()
+        right = (scores.argmax(-1) == y).float().sum() / self.count_terms(batch)  # the mean of as many as the loss
         return F.cross_entropy(scores.flatten(0, -2), y.flatten()), {"right": right}
     def count_terms(self, batch):
         return int((batch[1] != -100).sum())
@@ -69,7 +80,7 @@ for kind in kinds.split(","):
         with torch.no_grad():
             for one in model.parameters():
                 one.copy_(torch.nextafter(one, torch.full_like(one, float("inf"))))
-    plan = Plan(parallel=parallel, micro_batches=2)
+    plan = plan_of(parallel, micro_batches=2)
     # not Adam: it turns a gradient that is nothing but rounding into a whole step
     optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 5))
@@ -81,17 +92,20 @@ for kind in kinds.split(","):
             losses.append(float(step(batch)))
             norms.append(float(step.gradient_norm))
             right.append(float(step.figures["right"]))
+    losses, right = mean_of_ranks(losses), mean_of_ranks(right)
+    held = sum(local_part(one).untyped_storage().nbytes() // 4 for one in model.parameters())
     with torch.no_grad():
         after = float(Loss(kind)(model, (x, y))[0])
-    held = sum(one.untyped_storage().nbytes() // 4 for one in model.parameters())
-    state = {name: one.clone() for name, one in model.state_dict().items()}
-    moments = [one["momentum_buffer"].clone() for _, one in sorted(optimizer.state_dict()["state"].items())]
+    state = {name: whole(one).clone() for name, one in model.state_dict().items()}
+    moments = [whole(one["momentum_buffer"]).clone() for _, one in sorted(optimizer.state_dict()["state"].items())]
     # what was saved can be loaded, and a copy of the model has the same state
-    model.load_state_dict(state)
     optimizer.load_state_dict(optimizer.state_dict())
-    average = copy.deepcopy(model)
-    for again in (model.state_dict(), average.state_dict()):
-        assert all(map(torch.equal, state.values(), again.values()))
+    again = [model]
+    if parallel != "fsdp+tensor":  # FSDP2 takes no whole tensors, and its models have no copies
+        model.load_state_dict(state)
+        again.append(copy.deepcopy(model))
+    for one in again:
+        assert all(torch.equal(mine, whole(other)) for mine, other in zip(state.values(), one.state_dict().values()))
     found[kind] = dict(losses=losses, norms=norms, right=right, after=after, held=held, state=state, moments=moments)
     step.close()
 torch.save(found, f"{out}.{rank}")

@@ -35,13 +35,71 @@ def test_models_of_transformers_on_two_ranks_train_what_one_trains(run_ranks: Ru
         assert all(rank[kind]["held"] < 0.6 * one["held"] for rank in split)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["gpt2,one-block", "bert,lm,seq", "hf-gpt2,hf-llama,hf-bert"])
+def test_layers_cut_over_two_ranks_and_sharded_over_two_train_what_one_trains(
+    run_ranks: RunRanks, tmp_path: Path, kinds: str
+) -> None:
+    if kinds.startswith("hf"):
+        pytest.importorskip("transformers")
+    alone, split = check_equals_one_process(run_ranks, tmp_path, "fsdp+tensor", kinds, 4)
+    for kind, one in alone.items():
+        assert all(rank[kind]["held"] < 0.4 * one["held"] for rank in split)
+
+
+SHARDED = (
+    MODELS
+    + """
+from flatout.parallel.tensor import scores as split
+def gathered(local, cut):
+    raise AssertionError("the scores of all tokens were gathered, for a hook of FSDP2's")
+split.gathered = gathered
+plan = plan_of("fsdp+tensor") if ranks > 1 else Plan()
+def trained(layers):
+    torch.manual_seed(rank)
+    model = ours("gpt2", layers=layers)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.3), flatout.supervised(nn.CrossEntropyLoss()), plan)
+    data = batches((x, y), 6, plan, seed=3, shuffle=False)
+    return [float(step(batch)) for batch in data], model, step
+for layers in (1, 2):  # of a single block there are no repeated ones
+    losses, model, step = trained(layers)
+    print([round(loss, 4) for loss in mean_of_ranks(losses)])
+def refusal(function, *arguments, **keywords):
+    try:
+        function(*arguments, **keywords)
+    except FlatoutError as error:
+        return str(error)
+    raise AssertionError("not refused")
+if ranks > 1:
+    wrong = batches((x, y), 8, rank=rank, ranks=ranks)
+    together = "0, 1" if rank < 2 else "2, 3"
+    assert f"ranks {together} compute one model together" in refusal(flatout.evaluate, step, wrong)
+    assert "fsdp + 2 tensor_ranks" in refusal(step.with_plan, Plan(parallel="tensor"))
+    other = ours("gpt2")
+    plain = TrainStep(other, torch.optim.SGD(other.parameters(), 0.1), Loss("gpt2"), Plan(parallel="fsdp"))
+    assert "put on several ranks by 'fsdp'" in refusal(plain.with_plan, plan)
+    new = ours("gpt2")
+    three = Plan(parallel="fsdp", tensor_ranks=3)
+    found = refusal(TrainStep, new, torch.optim.SGD(new.parameters(), 0.1), Loss("gpt2"), three)
+    assert "tensor_ranks is 3, and there are 4 ranks" in found
+    assert "tensor_ranks is 3" in refusal(batches, (x, y), 6, three)
+leave()
+"""
+)
+
+
+def test_layers_cut_and_sharded_keep_the_scores_in_parts_and_refuse_what_cannot_be(run_ranks: RunRanks) -> None:
+    [(_, losses, _)] = run_ranks(SHARDED, 1)
+    assert run_ranks(SHARDED, 4) == [(0, losses, "")] * 4
+
+
 SAVED = (
     MODELS
     + """
 folder, parallel, begin, steps, out = sys.argv[4:9]
 torch.manual_seed(rank)
 model = ours("gpt2")
-plan = Plan(parallel=parallel, micro_batches=2) if ranks > 1 else Plan()
+plan = plan_of(parallel, micro_batches=2) if ranks > 1 else Plan()
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 step, data = TrainStep(model, optimizer, Loss("gpt2"), plan, clip_norm=1.0), batches((x, y), 6, plan, seed=3)
 checkpoints = flatout.Checkpoints(folder)
@@ -56,8 +114,8 @@ while step.steps < int(steps):
         if step.steps == int(steps):
             break
 checkpoints.save(flatout.capture(step, data), step=step.steps)
-state = {name: one.clone() for name, one in model.state_dict().items()}
-figures = flatout.evaluate(step, batches((x, y), 6, plan, shuffle=False))
+state = {name: whole(one).clone() for name, one in model.state_dict().items()}
+figures = flatout.evaluate(step, batches((x[:19], y[:19]), 6, plan, shuffle=False))  # the last batch: one sample
 torch.save((state, figures), f"{out}.{rank}")
 step = step.with_plan(plan)  # goes on with the model as it is
 step(next(iter(data)))
@@ -67,8 +125,8 @@ leave()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
-def test_checkpoints_are_those_of_one_process(run_ranks: RunRanks, tmp_path: Path, parallel: str) -> None:
+@pytest.mark.parametrize(("parallel", "ranks"), [("tensor", 2), ("pipeline", 2), ("fsdp+tensor", 4)])
+def test_checkpoints_are_those_of_one_process(run_ranks: RunRanks, tmp_path: Path, parallel: str, ranks: int) -> None:
     def run(ranks: int, folder: str, begin: int, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         out = tmp_path / f"{folder}-{ranks}"
         assert run_ranks(SAVED, ranks, tmp_path / folder, parallel, begin, steps, out) == [(0, "", "")] * ranks
@@ -76,11 +134,11 @@ def test_checkpoints_are_those_of_one_process(run_ranks: RunRanks, tmp_path: Pat
         assert all(figures == found[0][1] for _, figures in found)
         return found[0]
 
-    whole, figures = run(2, "whole", 0, 6)
-    run(2, "cut", 0, 3)
-    resumed, _ = run(2, "cut", 3, 6)
+    whole, figures = run(ranks, "whole", 0, 6)
+    run(ranks, "cut", 0, 3)
+    resumed, _ = run(ranks, "cut", 3, 6)
     assert all(map(torch.equal, whole.values(), resumed.values()))
-    run(2, "first", 0, 3)
+    run(ranks, "first", 0, 3)
     alone, alone_figures = run(1, "first", 3, 6)
     for here, there in zip(whole.values(), alone.values(), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
@@ -144,26 +202,35 @@ OVERFLOW = (
 parallel = sys.argv[4]
 torch.manual_seed(0)
 model = ours("gpt2")
-plan = Plan(parallel=parallel, precision="fp16", micro_batches=2)
+plan = plan_of(parallel, precision="fp16", micro_batches=2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 step = TrainStep(model, optimizer, Loss("gpt2"), plan)
 step((x, y))
-before = {name: one.clone() for name, one in model.state_dict().items()}
+before = {name: whole(one).clone() for name, one in model.state_dict().items()}
 bad = model.blocks[1].feed_forward.down.bias if parallel == "pipeline" else model.blocks[0].attention.qkv.bias
-if rank == 1:  # only this rank's gradient is not finite
+if rank == 1 and parallel == "fsdp+tensor":  # FSDP2's parts of parameters take no hooks
+    from flatout.parallel.tensor import training
+    agree = training.overflow_on_all
+    def overflow_on_all(parameters, across):
+        local_part(bad.grad).fill_(float("inf"))
+        agree(parameters, across)
+    training.overflow_on_all = overflow_on_all
+elif rank == 1:  # only this rank's gradient is not finite
     bad.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
 skipped = step.skipped
 step((x, y))
 assert step.skipped == skipped + 1
-assert all(map(torch.equal, before.values(), model.state_dict().values()))
+assert all(torch.equal(one, whole(other)) for one, other in zip(before.values(), model.state_dict().values()))
 leave()
 """
 )
 
 
-@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(run_ranks: RunRanks, parallel: str) -> None:
-    assert run_ranks(OVERFLOW, 2, parallel) == [(0, "", "")] * 2
+@pytest.mark.parametrize(
+    ("parallel", "ranks"), [("tensor", 2), ("pipeline", 2), pytest.param("fsdp+tensor", 4, marks=pytest.mark.slow)]
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(run_ranks: RunRanks, parallel: str, ranks: int) -> None:
+    assert run_ranks(OVERFLOW, ranks, parallel) == [(0, "", "")] * ranks
 
 
 REFUSED = (
@@ -310,8 +377,11 @@ class Outside(torch.autograd.Function):
         return gradient[..., None].expand(*gradient.shape, V)
 def from_outside(values, targets):
     return Outside.apply(values * 1.0).square().mean() + Outside.apply(values).square().mean()
+def watched(values, targets):
+    values.register_hook(lambda gradient: gradient * 2)
+    return F.cross_entropy(values.flatten(0, 1), targets.flatten())
 cheap = [last, ours_with_targets, cut_off, every_row, nothing_counts]
-others = [smoothed, transposed, by_hand, looked_at_first, changed_in_place, from_outside]
+others = [smoothed, transposed, by_hand, looked_at_first, changed_in_place, from_outside, watched]
 found = {}
 torch.manual_seed(0)
 model = ours("bert").requires_grad_(True)

@@ -159,7 +159,7 @@ class Pipeline:
         self._across = stages.across
         self._device = next(model.parameters()).device
         self._stream = OwnStream(self._across)
-        self._same_batch = SameBatch(self._across, "pipeline")
+        self._same_batch = SameBatch(self._across)
         self._own_state: OwnState | None = None
         self._schedules: dict[object, tuple[Schedule1F1B, Tensor]] = {}
         self._passed_on: Tensor | None = None

@@ -7,6 +7,7 @@
     random        random numbers: the same on all ranks, but for what each rank computes alone
     splitting     plans the cut of a whole model, and carries it out
     training      what a training step has to know of it
+    with_fsdp     the same among neighbouring ranks, whose parts FSDP2 shards over the others
 
 Importing this imports nothing.
 """

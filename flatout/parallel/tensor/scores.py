@@ -45,6 +45,8 @@ class _Place:
         self.formed: Tensor | None = None
         self.version = 0
         self.node: object = None
+        self.is_watched = False
+        """Is something told of the gradient of all scores?"""
 
     def tensor(self) -> SplitScores:
         made: SplitScores = _Named.apply(self.local, self)  # type: ignore[no-untyped-call]  # as torch has it
@@ -64,8 +66,8 @@ class _Place:
 
     @property
     def untouched(self) -> bool:
-        """Were these scores, and those that they come from, not changed in place?"""
-        own = self.formed is None or self.formed._version == self.version
+        """Were these scores, and those that they come from, not changed in place, nor is their gradient asked for?"""
+        own = not self.is_watched and (self.formed is None or self.formed._version == self.version)
         return own and (self.base is None or self.base.place.untouched)
 
 
@@ -79,10 +81,14 @@ class SplitScores(torch.Tensor):
         cls, func: Operation, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in ABOUT:
+        if func in _ABOUT:
             with without_subclass_torch_function():
                 return func(*args, **kwargs)
         own = args[0] if args else kwargs.get("input")
+        if isinstance(own, SplitScores) and func in _WATCHING:
+            if func is _T.register_hook and _is_of_fsdp(args[1]):
+                return own.place.local.register_hook(args[1])
+            own.place.is_watched = True
         if isinstance(own, SplitScores) and own.place.untouched and own.grad_fn is own.place.node:
             if func is F.cross_entropy:
                 loss = _cross_entropy(*args, **kwargs)
@@ -212,5 +218,12 @@ class _RowLoss(torch.autograd.Function):
         return found * gradient[:, None], None, None
 
 
+def _is_of_fsdp(hook: object) -> bool:
+    """FSDP2's, on a model's outputs: it gathers parameters for the backward pass, and looks at no gradient."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
 _T = torch.Tensor
+_WATCHING = {_T.register_hook, _T.retain_grad}
+_ABOUT = ABOUT | {getattr(_T, name).__get__ for name in ("_base", "is_nested")}
 _MOVES = {_T.__getitem__, _T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.float, _T.contiguous}

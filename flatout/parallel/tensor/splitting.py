@@ -15,7 +15,7 @@ from flatout.parallel.tensor.parts import Across, Cut
 from flatout.parallel.tensor.random import OwnStream
 from flatout.parallel.tensor.rules import KNOWN, Rule, rule_of
 
-_OTHERWISE = "use parallel = 'fsdp', which works for any model"
+_OTHERWISE = "use parallel = 'fsdp' without tensor_ranks, which works for any model"
 
 
 @dataclass(kw_only=True)
@@ -54,8 +54,8 @@ class Splitting:
                 self._plan(name or type(module).__name__, module, rule)
         if not self._planned:
             raise UsageError(
-                f"parallel is 'tensor', and there is no rule for {type(model).__name__}",
-                limit=f"it knows the blocks of {KNOWN}",
+                f"there is no rule by which the layers of {type(model).__name__} are cut over ranks",
+                limit=f"tensor parallelism knows the blocks of {KNOWN}",
                 remedy=_OTHERWISE,
             )
         self._check_shared(model, names)
@@ -80,7 +80,7 @@ class Splitting:
             if getattr(module, attribute, None) == value:
                 raise UsageError(
                     f"{name} is a {type(module).__name__} whose {attribute} is {value}",
-                    limit=f"parallel = 'tensor' has no rule for that: {meaning}",
+                    limit=f"tensor parallelism has no rule for that: {meaning}",
                     remedy=_OTHERWISE,
                 )
         for path in (*rule.columns, *rule.rows):
@@ -106,9 +106,9 @@ class Splitting:
         if outputs // unit % self._across.count or outputs % unit:
             what = f"{outputs // unit} heads" if unit > 1 else f"{outputs} outputs"
             raise UsageError(
-                f"{name} has {what}, and there are {self._across.count} ranks",
-                limit="parallel = 'tensor' gives each rank as many whole ones",
-                remedy=f"use a number of ranks that divides {outputs // unit}, or parallel = 'fsdp'",
+                f"{name} has {what}, and {self._across.count} ranks share it",
+                limit="tensor parallelism gives each rank as many whole ones",
+                remedy=f"use a number of ranks that divides {outputs // unit}, or {_OTHERWISE.removeprefix('use ')}",
             )
         planned = _Planned(forward=layers.columns_forward)
         planned.cuts["weight"] = self._cut(weight, 1 if transposed else 0, fused)
@@ -128,7 +128,7 @@ class Splitting:
             return True
         raise UsageError(
             f"{name} is a {kind.__name__}",
-            limit="parallel = 'tensor' cuts layers of type Linear and Conv1D",
+            limit="tensor parallelism cuts layers of type Linear and Conv1D",
             remedy=_OTHERWISE,
         )
 
@@ -168,7 +168,7 @@ class Splitting:
                 if id(parameter) in seen:
                     raise UsageError(
                         f"{seen[id(parameter)]} and {path} are the same parameter",
-                        limit="parallel = 'tensor' cuts matrices that one layer uses",
+                        limit="tensor parallelism cuts matrices that one layer uses",
                         remedy=_OTHERWISE,
                     )
                 seen[id(parameter)] = path

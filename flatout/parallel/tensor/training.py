@@ -22,26 +22,31 @@ from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across, Cut, cut_of
 from flatout.parallel.tensor.random import same_random_states
 from flatout.parallel.tensor.splitting import Splitting
-from flatout.parallel.whole_tensors import CUTS
+from flatout.parallel.whole_tensors import CUTS, like, local_part, total_norm, whole
 from flatout.parameters import parameters_of
 from flatout.tensor_bytes import bytes_view
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from flatout.plan import Plan
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
 
-def split_over_ranks(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Strategy:
+def split_over_ranks(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, group: ProcessGroup | None = None
+) -> Strategy:
     """Cut the model, from rank 0's weights, and the optimizer's state; a model that is cut goes on as it is.
 
-    Raises UsageError for a model that cannot be cut, or an optimizer that needs whole matrices.
+    group: the ranks that share each layer; None: all. Raises UsageError for a model that cannot be cut, or an optimizer
+    that needs whole matrices.
     """
-    group = group_or_none(distributed.group.WORLD)
+    group = group or group_or_none(distributed.group.WORLD)
     if group is None:
         return Strategy()
     check_elementwise(optimizer)
-    known = next(_cuts(model), None)
+    known = next(cuts_of(model), None)
     across = Across(group) if known is None else known.across
     if known is None:
         splitting = Splitting(model, across)
@@ -67,7 +72,7 @@ def split_over_ranks(model: torch.nn.Module, optimizer: torch.optim.Optimizer, p
     )
 
 
-def _cuts(model: torch.nn.Module) -> Iterator[Cut]:
+def cuts_of(model: torch.nn.Module) -> Iterator[Cut]:
     return (cut for module in model.modules() for cut in module.__dict__.get(CUTS, {}).values())
 
 
@@ -75,7 +80,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError for an optimizer that may not treat each weight by itself."""
     if not any(isinstance(optimizer, getattr(torch.optim, name)) for name in _ELEMENTWISE):
         raise UsageError(
-            f"the optimizer is {type(optimizer).__name__}, and parallel is 'tensor'",
+            f"the optimizer is {type(optimizer).__name__}, and layers are cut over ranks",
             limit=f"it updates parts of matrices: it has to treat each weight by itself, as {', '.join(_ELEMENTWISE)}",
             remedy="use one of these, or parallel = 'zero1'",
         )
@@ -85,15 +90,16 @@ def norm_of_parts(parameters: list[Tensor], across: Across) -> Tensor:
     """The norm of the whole gradient, on every rank: what is cut counts once for each part, what is not once."""
     cut = [one.grad for one in parameters if one.grad is not None and cut_of(one) is not None]
     same = [one.grad for one in parameters if one.grad is not None and cut_of(one) is None]
-    square = torch.nn.utils.get_total_norm(cut).float().square()
+    square = total_norm(cut).float().square()
     square = square.to(parameters[0].device).clone()  # the norm of nothing is on the CPU
     distributed.all_reduce(square, group=across.group)
-    return (square + torch.nn.utils.get_total_norm(same).to(square).square()).sqrt()
+    return (square + total_norm(same).to(square).square()).sqrt()
 
 
 def overflow_on_all(parameters: list[Tensor], across: Across) -> None:
     """Where a rank's gradient is not finite, make all ranks' so: each one's scaler then skips this step."""
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    gradients = [local_part(one.grad) for one in parameters if one.grad is not None]
+    gradients = [one for one in gradients if one.numel()]
     bad = torch.zeros((), device=parameters[0].device)
     if gradients:
         bad = (~torch.nn.utils.get_total_norm(gradients, norm_type=float("inf")).isfinite()).float()
@@ -103,10 +109,11 @@ def overflow_on_all(parameters: list[Tensor], across: Across) -> None:
 
 
 class SameBatch:
-    """Compares the ranks' first batches: different ones would train a model without any sense, and without an error."""
+    """Compares the ranks' first batches: different ones would be computed with without any sense, and without an
+    error."""
 
-    def __init__(self, across: Across, parallel: str = "tensor") -> None:
-        self._across, self._parallel, self._compared = across, parallel, False
+    def __init__(self, across: Across) -> None:
+        self._across, self._compared = across, False
 
     def check(self, batch: object) -> None:
         """A collective, once. Raises UsageError on all ranks."""
@@ -114,12 +121,13 @@ class SameBatch:
             return
         self._compared = True
         every = self._across.of_all(_digest(batch))
-        other = next((rank for rank, digest in enumerate(every) if digest != every[0]), None)
+        ranks = distributed.get_process_group_ranks(self._across.group)
+        other = next((rank for rank, digest in zip(ranks, every, strict=True) if digest != every[0]), None)
         if other is not None:
             raise UsageError(
-                f"rank {other} has another batch than rank 0, and parallel is {self._parallel!r}",
-                limit="all ranks train on the same batch",
-                remedy="pass the plan to flatout.batches, or the same data, seed and batch to every rank",
+                f"rank {other} has another batch than rank {ranks[0]}",
+                limit=f"ranks {', '.join(map(str, ranks))} compute one model together, and so with the same batch",
+                remedy="pass the plan to flatout.batches, or the same data, seed and batch to each of them",
             )
 
 
@@ -154,23 +162,27 @@ def _keep_parts(optimizer: torch.optim.Optimizer) -> None:
 
 def _whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
     """A collective."""
-    return _changed(optimizer, state, Cut.whole)
+
+    def whole_of(parameter: Tensor, value: Tensor) -> Tensor:
+        cut = cut_of(parameter)
+        return value if cut is None else cut.whole(whole(value))
+
+    return _changed(optimizer, state, whole_of)
 
 
 def _part_of_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return _changed(optimizer, state, Cut.part)
+    return _changed(optimizer, state, like)
 
 
 def _changed(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Cut, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Any]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     entries = dict(state["state"])
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):  # torch compares their number
-        cut = cut_of(parameter)
-        if cut is not None and number in entries:
+        if cut_of(parameter) is not None and number in entries:
             entries[number] = {
-                key: change(cut, value) if isinstance(value, Tensor) else value
+                key: change(parameter, value) if isinstance(value, Tensor) else value
                 for key, value in entries[number].items()
             }
     return {**state, "state": entries}
