@@ -533,11 +533,11 @@ def claims(document: Document) -> str:
 
 # many ranks
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 REFUSED = {
     "batch norm": "refused: batch norm",
     "no rule": "no rule",
     "and there are 4 ranks": "too few blocks",
+    "ranks share it": "heads do not divide",
     "no repeated blocks": "no blocks",
     "no chain": "no chain",
 }
@@ -547,13 +547,14 @@ REFUSED = {
 def ranks_matrix(document: Document) -> str:
     """By model and strategy: the larger difference of losses and weights, as a multiple of one rounding's."""
     cells = {(one["model"], one["strategy"], one["ranks"]): one for one in document["cells"]}
-    models = list(dict.fromkeys(one["model"] for one in document["cells"]))
+    models, strategies = (list(dict.fromkeys(one[key] for one in document["cells"])) for key in ("model", "strategy"))
     rows = []
     for model in models:
-        of_model = [[cells[model, name, count] for count in (2, 4)] for name in STRATEGIES]
+        every = [[cells.get((model, name, count)) for count in (2, 4)] for name in strategies]
+        of_model = [[one for one in pair if one is not None] for pair in every]  # two ranks do not share in two ways
         rows.append([model, *(", ".join(dict.fromkeys(map(_matrix_cell, pair))) for pair in of_model)])
     more = f", {document['steps']} steps, 2 and 4 ranks"
-    return table(["model", *STRATEGIES], rows, above(document, more))
+    return table(["model", *strategies], rows, above(document, more))
 
 
 def _matrix_cell(cell: Document) -> str:
@@ -575,12 +576,11 @@ def ranks_overhead(document: Document) -> str:
 def ranks_memory(document: Document) -> str:
     """By strategy: errors of the forecast, and how much more was held in some steps."""
     rows = []
-    for name in STRATEGIES:
+    for name in dict.fromkeys(one["strategy"] for one in document["rows"]):
         found = [one for one in document["rows"] if one["strategy"] == name]
-        if found:
-            errors = [100 * abs(one["error"]) for one in found]
-            late = max(one["most_bytes"] / one["measured_bytes"] for one in found) - 1
-            rows.append([name, f"{len(found)}", f"{median(errors):.2f} %", f"{max(errors):.2f} %", percent(late)])
+        errors = [100 * abs(one["error"]) for one in found]
+        late = max(one["most_bytes"] / one["measured_bytes"] for one in found) - 1
+        rows.append([name, f"{len(found)}", f"{median(errors):.2f} %", f"{max(errors):.2f} %", percent(late)])
     header = ["", "models and ranks", "median error", "largest", "more than that held in some step, at most"]
     return table(header, rows, above(document, ", 2 and 4 ranks"))
 

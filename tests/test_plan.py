@@ -93,7 +93,9 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
     if fields["parallel"] not in ("ddp", "zero1"):
         fields |= {"gradient_compression": None, "ddp_bucket_mib": None, "ddp_static_graph": None}
     if fields["parallel"] != "fsdp":
-        fields |= {"fsdp_dtype": None, "fsdp_keep_gathered": None, "fsdp_cpu_offload": None}
+        fields |= {"fsdp_dtype": None, "fsdp_keep_gathered": None, "fsdp_cpu_offload": None, "tensor_ranks": None}
+    if fields["fsdp_cpu_offload"]:
+        fields |= {"tensor_ranks": None}
     if fields["precision"] == "fp16":
         fields |= {"fsdp_cpu_offload": None}
     if (fields["micro_batches"] or 1) > 1 or fields["out_of_memory"] != "raise":

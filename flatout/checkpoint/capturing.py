@@ -19,7 +19,7 @@ from flatout.checkpoint.parts import part_of
 from flatout.checkpoint.rank_generators import states_of_ranks
 from flatout.data.nested import map_leaves
 from flatout.errors import UsageError
-from flatout.parallel.whole_tensors import is_distributed
+from flatout.parallel.whole_tensors import CutTensor, is_distributed, parts_kept
 from flatout.plan import Plan
 
 
@@ -182,12 +182,18 @@ def _state_of(live: object, path: str) -> object:
         raise wrong(path, live, "it has state_dict() and load_state_dict()", "store plain values in extra=")
     if isinstance(live, torch.nn.Module):
         plain = plain_names(live)
-        return _in_parts({plain(name): value for name, value in live.state_dict().items()})
+        with parts_kept():
+            return _in_parts({plain(name): value for name, value in live.state_dict().items()})
     if isinstance(live, torch.optim.Optimizer):
-        return _in_parts(plain_state(live))
+        with parts_kept():
+            return _in_parts(plain_state(live))
     return _in_parts(state_dict())
 
 
 def _in_parts(state: object) -> object:
     """The state with this rank's part in place of each tensor that is spread over ranks."""
-    return map_leaves(lambda tensor: part_of(tensor) or tensor.to_local(), state, is_distributed)
+
+    def is_part(value: object) -> bool:
+        return isinstance(value, CutTensor) or is_distributed(value)
+
+    return map_leaves(lambda value: part_of(value) or value.to_local(), state, is_part)

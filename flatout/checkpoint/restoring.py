@@ -27,6 +27,7 @@ from flatout.checkpoint.rank_generators import states_here
 from flatout.checkpoint.saved import Checkpoint, Loaded, open_checkpoint
 from flatout.errors import UsageError
 from flatout.generators import check_generators, generator_states, set_generators
+from flatout.parallel.whole_tensors import CutTensor, parts_kept
 from flatout.torch_private.attributes import LAYOUT_VERSIONS
 
 
@@ -172,11 +173,12 @@ def _compare(path: str, live: object, saved: object, found: Findings, strict: bo
     load, state_dict = live.load_state_dict, live.state_dict
     if isinstance(live, torch.optim.Optimizer):
         optimizer, whole = live, check_optimizer(path, live, saved, found)
-        return _Loading(
-            path=path,
-            load=lambda: load_optimizer(optimizer, whole, exact_dtypes=strict),
-            before=lambda: partial(load, state_dict()),  # loading replaces its tensors: the old ones are intact
-        )
+
+        def before() -> Callable[[], object]:  # loading replaces its tensors: the old ones are intact
+            with parts_kept():
+                return partial(load, state_dict())
+
+        return _Loading(path=path, load=lambda: load_optimizer(optimizer, whole, exact_dtypes=strict), before=before)
     if isinstance(live, torch.optim.lr_scheduler.LRScheduler):
         _compare_scheduler(path, live, saved, found)
     return _Loading(
@@ -216,7 +218,8 @@ def _generators(saved: object, loadings: list[_Loading]) -> str | None:
 def _compare_model(path: str, model: torch.nn.Module, saved: object, found: Findings) -> _Loading:
     if not isinstance(saved, Mapping):
         raise UsageError(f"{path} is saved as a {type(saved).__name__}, not as one model", remedy="pass what was saved")
-    plain, own = plain_names(model), model.state_dict()
+    with parts_kept():
+        plain, own = plain_names(model), model.state_dict()
     here = {plain(name): name for name in own}
     there = without_wrappers(saved, here.keys())
     found.missing += [f"{path}: {name}" for name in here if name not in there]
@@ -245,7 +248,7 @@ def _load_model(model: torch.nn.Module, fitting: Mapping[str, object]) -> None:
 
 def _fits(name: str, here: object, there: object, found: Findings) -> bool:
     """True if the saved value can be loaded; notes how it differs."""
-    if not isinstance(here, torch.Tensor) or is_lazy(here):
+    if not isinstance(here, torch.Tensor | CutTensor) or (isinstance(here, torch.Tensor) and is_lazy(here)):
         return True
     if here.is_meta:
         remedy = "give it memory first: model.to_empty(device=...)"

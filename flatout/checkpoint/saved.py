@@ -24,7 +24,7 @@ from flatout import __version__
 from flatout.checkpoint import manifest
 from flatout.checkpoint.disk import hashed_file, sha256_of
 from flatout.checkpoint.manifest import SCHEMA, WITHOUT_PARTS, Manifest, StoredFile, damaged, read_manifest
-from flatout.checkpoint.parts import OFFSETS, PREFIX, Part
+from flatout.checkpoint.parts import PREFIX, Part, entries
 from flatout.checkpoint.storages import Slot
 from flatout.checkpoint.structure import join
 from flatout.checkpoint.tensor_file import read_tensors, write_tensors
@@ -108,10 +108,9 @@ def structure_text(structure: Mapping[str, object]) -> bytes:
 def write_parts(folder: Path, rank: int, parts: Mapping[str, Part]) -> tuple[str, StoredFile]:
     """Write one rank's parts into the unfinished folder of a checkpoint, flushed to the disk. Raises OSError."""
     name = f"{PREFIX}{rank:05d}{TENSORS}"
-    parts = {key: part for key, part in parts.items() if part.first_copy}
-    offsets = json.dumps({key: list(part.offset) for key, part in parts.items()}, separators=(",", ":"))
+    tensors, header = entries({key: part for key, part in parts.items() if part.first_copy})
     with hashed_file(folder / name) as file:
-        write_tensors(file, {key: part.local for key, part in parts.items()}, **{OFFSETS: offsets})
+        write_tensors(file, tensors, **header)
     return name, StoredFile(size_bytes=file.size_bytes, sha256=file.sha256)
 
 

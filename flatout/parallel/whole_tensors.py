@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,9 +17,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
+    from flatout.parallel.tensor.parts import Cut
+
 
 CUT = "cut_over_ranks"
 """Attribute of a parameter of which this rank has a part as a plain tensor: how it is cut (`parallel.tensor.parts`)."""
+
+_parts_kept: ContextVar[bool] = ContextVar("parts_kept", default=False)
 
 ELSEWHERE = "on_another_rank"
 """Attribute of a parameter, True: another rank trains it, and it has no values here (`parallel.pipeline.ownership`)."""
@@ -23,6 +31,48 @@ PART_OF_STATE = "has_part_of_state"
 """Attribute of an optimizer, True: each rank has the state of some of the parameters (`parallel.sharded_updates`)."""
 CUTS, STAGES = "cuts_over_ranks", "stages_of_ranks"
 """Attributes of a module whose parameters are cut, and of a model whose blocks are on several ranks."""
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """This rank's part of a parameter, or of its optimizer's state, in a state dict of which no whole is made."""
+
+    value: Tensor
+    """A plain tensor, or the part of it that FSDP2 has left (a DTensor)."""
+    cut: Cut
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        import torch
+
+        return torch.Size(self.cut.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        return self.value.is_meta
+
+
+@contextlib.contextmanager
+def parts_kept() -> Iterator[None]:
+    """State dicts of what is cut over ranks hold `CutTensor`s, and making one is no collective. Else they hold whole
+    tensors, for which each rank would need the memory."""
+    token = _parts_kept.set(True)
+    try:
+        yield
+    finally:
+        _parts_kept.reset(token)
+
+
+def whole_or_cut(value: Tensor, cut: Cut) -> Tensor | CutTensor:
+    """Of what a state dict has of something that is cut: as it is where that is no part of it."""
+    if tuple(value.shape) == cut.part_shape and _parts_kept.get():
+        return CutTensor(value, cut)
+    return cut.whole(whole(value))
 
 
 def is_distributed(value: object) -> bool:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from flatout.checkpoint import folder, shared_saves
 from flatout.checkpoint.folder import Checkpoints
-from flatout.checkpoint.parts import Part, part_of, read_parts
+from flatout.checkpoint.parts import Box, Part, part_of, read_parts
 from flatout.checkpoint.saved import open_checkpoint, write_parts
 from flatout.checkpoint.shared_saves import SharedSave
 from flatout.errors import MachineError, UsageError
@@ -143,17 +143,21 @@ def test_a_key_of_the_users_is_not_taken_for_a_part(tmp_path: Path) -> None:
     assert checkpoints.at(1).load() == {"extra": extra}
 
 
+def _part(local: torch.Tensor, whole: torch.Size, offset: tuple[int, ...]) -> Part:
+    return Part(local=local, shape=whole, boxes=(Box((0,) * local.ndim, tuple(local.shape), offset),))
+
+
 def test_copies_of_parts_are_one_part(tmp_path: Path) -> None:
     """Two by two ranks: each half of the rows is on two of them."""
     whole = torch.randn(4, 3)
-    halves = [Part(local=whole[at : at + 2], shape=whole.shape, offset=(at, 0)) for at in (0, 2)]
+    halves = [_part(whole[at : at + 2], whole.shape, (at, 0)) for at in (0, 2)]
     parts = [halves[0], halves[1], replace(halves[0], first_copy=False), halves[1]]
     names = [write_parts(tmp_path, rank, {"w": part})[0] for rank, part in enumerate(parts)]
     read = read_parts([tmp_path / name for name in names], {"w": ([4, 3], "float32")})
     assert torch.equal(read["w"], whole)
     with safe_open(tmp_path / names[2], framework="pt") as file:
         assert list(file.keys()) == []
-    write_parts(tmp_path, 9, {"w": replace(halves[0], offset=(1, 0))})
+    write_parts(tmp_path, 9, {"w": _part(whole[:2], whole.shape, (1, 0))})
     with pytest.raises(ValueError, match="the parts of w are not the whole"):
         read_parts([*tmp_path.glob("part-*")], {"w": ([4, 3], "float32")})
 
@@ -167,7 +171,7 @@ def test_of_a_mesh_of_two_dimensions_the_first_ranks_write() -> None:
         spread = distribute_tensor(torch.ones(4, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None)
         part = part_of(spread)
         assert part is not None
-        assert (part.local.shape, part.offset, part.first_copy) == ((2, 3), (0, 0), True)
+        assert (part.local.shape, part.boxes[0].offset, part.first_copy) == ((2, 3), (0, 0), True)
 
 
 class Ranks:
@@ -186,7 +190,7 @@ class Ranks:
         raised = []
         for rank, checkpoints in enumerate(self._checkpoints):
             self._here = rank
-            part = Part(local=torch.full((1,), float(step)), shape=torch.Size([3]), offset=(rank,))
+            part = _part(torch.full((1,), float(step)), torch.Size([3]), (rank,))
             try:
                 checkpoints.save({"model": {"w": part}}, step=step)
             except (MachineError, OSError):

@@ -91,7 +91,7 @@ def test_under_tensor_a_rank_has_its_part_of_the_layers_and_the_whole_batch() ->
     assert half.batch_size == whole.batch_size == 8
     assert 0.5 < half.categories["weights"] / whole.categories["weights"] < 0.55  # norms and positions are not cut
     assert 0.5 < half.categories["optimizer"] / whole.categories["optimizer"] < 0.55
-    with pytest.raises(UsageError, match="has 4 heads, and there are 3 ranks"):
+    with pytest.raises(UsageError, match="has 4 heads, and 3 ranks share it"):
         flatout.forecast(step, tokens, ranks=3)
 
 

@@ -162,8 +162,8 @@ def test_the_fastest_that_is_proved_is_chosen(choose: Choose) -> None:
     text = strategies_text(found, MACHINE, budget_option)
     assert "net.py:make: Net with 1,000,000 parameters, batches of 32; one process takes 100 ms a step" in text
     assert "compute 70 ms" in text
-    assert "kept        ddp       100 ms -> 66.7 ms  x1.50 ±0.05  50 MiB a rank" in text
-    assert "dropped     zero1     100 ms -> 76.9 ms  x1.30 ±0.05  50 MiB a rank  slower than ddp" in text
+    assert "kept        ddp         100 ms -> 66.7 ms  x1.50 ±0.05  50 MiB a rank" in text
+    assert "dropped     zero1       100 ms -> 76.9 ms  x1.30 ±0.05  50 MiB a rank  slower than ddp" in text
     assert "x1.50 ±0.05: ddp on 2 ranks over one process (100 ms -> 66.7 ms a step of the same batch" in text
     assert "equal to rounding: 30 steps of 2 ranks train as one process" in text
 

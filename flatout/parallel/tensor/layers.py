@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from flatout.parallel.tensor.parts import Cut, cut_of, entered, summed
 from flatout.parallel.tensor.random import OwnStream
 from flatout.parallel.tensor.scores import split_scores
-from flatout.parallel.whole_tensors import CUT, CUTS, like, whole
+from flatout.parallel.whole_tensors import CUT, CUTS, like, whole_or_cut
 
 OWN_STREAM = "own_random_stream"
 """Attribute of a layer: the stream of random numbers that ends at its input. CUTS is {parameter: its Cut}."""
@@ -91,7 +91,7 @@ def _whole_state(layer: nn.Module, state: dict[str, Any], prefix: str, metadata:
     for name, cut in layer.__dict__[CUTS].items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # these are asked for with keep_vars
-            state[prefix + name] = cut.whole(whole(value))
+            state[prefix + name] = whole_or_cut(value, cut)
 
 
 def _part_of_state(layer: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

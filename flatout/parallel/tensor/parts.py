@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+Place = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 all_gather: Callable[..., object] = (
     getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 )
@@ -93,6 +94,22 @@ class Cut:
         """Of this rank's part."""
         first, last = self.bounds
         return (*self.shape[: self.dim], self.fused * (last - first), *self.shape[self.dim + 1 :])
+
+    def places(self, part: torch.Size, offset: tuple[int, ...]) -> list[Place]:
+        """Where in the whole tensor lies what of this rank's part begins at `offset` and has the shape `part`: one box,
+        or one for each of the tensors of which it consists. Each is (where it begins in `part`, its shape, where it
+        begins in the whole)."""
+        size, (first, last) = self.shape[self.dim] // self.fused, self.bounds
+        found = []
+        for number in range(self.fused):
+            begin = max(offset[self.dim], number * (last - first))
+            end = min(offset[self.dim] + part[self.dim], (number + 1) * (last - first))
+            if end > begin and part.numel():
+                start, shape, at = [0] * len(part), list(part), list(offset)
+                start[self.dim], shape[self.dim] = begin - offset[self.dim], end - begin
+                at[self.dim] = number * size + first + begin - number * (last - first)
+                found.append((tuple(start), tuple(shape), tuple(at)))
+        return found
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part, a copy; `whole` if it has another shape."""

@@ -14,6 +14,7 @@ from flatout.parallel.tensor import layers
 from flatout.parallel.tensor.parts import Across, Cut
 from flatout.parallel.tensor.random import OwnStream
 from flatout.parallel.tensor.rules import KNOWN, Rule, rule_of
+from flatout.units import counted
 
 _OTHERWISE = "use parallel = 'fsdp' without tensor_ranks, which works for any model"
 
@@ -54,7 +55,7 @@ class Splitting:
                 self._plan(name or type(module).__name__, module, rule)
         if not self._planned:
             raise UsageError(
-                f"there is no rule by which the layers of {type(model).__name__} are cut over ranks",
+                f"layers are cut over ranks, and there is no rule for {type(model).__name__}",
                 limit=f"tensor parallelism knows the blocks of {KNOWN}",
                 remedy=_OTHERWISE,
             )
@@ -104,11 +105,12 @@ class Splitting:
         weight = layer.get_parameter("weight")
         outputs = weight.shape[1 if transposed else 0] // fused
         if outputs // unit % self._across.count or outputs % unit:
-            what = f"{outputs // unit} heads" if unit > 1 else f"{outputs} outputs"
+            what = counted(outputs // unit, "head") if unit > 1 else counted(outputs, "output")
+            fewer = f"use a number of ranks that divides {outputs // unit}, or " if outputs // unit > 1 else "use "
             raise UsageError(
                 f"{name} has {what}, and {self._across.count} ranks share it",
                 limit="tensor parallelism gives each rank as many whole ones",
-                remedy=f"use a number of ranks that divides {outputs // unit}, or {_OTHERWISE.removeprefix('use ')}",
+                remedy=fewer + _OTHERWISE.removeprefix("use "),
             )
         planned = _Planned(forward=layers.columns_forward)
         planned.cuts["weight"] = self._cut(weight, 1 if transposed else 0, fused)

@@ -22,7 +22,7 @@ from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across, Cut, cut_of
 from flatout.parallel.tensor.random import same_random_states
 from flatout.parallel.tensor.splitting import Splitting
-from flatout.parallel.whole_tensors import CUTS, like, local_part, total_norm, whole
+from flatout.parallel.whole_tensors import CUTS, CutTensor, like, local_part, total_norm, whole_or_cut
 from flatout.parameters import parameters_of
 from flatout.tensor_bytes import bytes_view
 
@@ -161,28 +161,28 @@ def _keep_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
-    """A collective."""
-
-    def whole_of(parameter: Tensor, value: Tensor) -> Tensor:
-        cut = cut_of(parameter)
-        return value if cut is None else cut.whole(whole(value))
-
-    return _changed(optimizer, state, whole_of)
+    """A collective, unless parts are kept."""
+    return _changed(optimizer, state, lambda parameter, cut, value: whole_or_cut(value, cut))
 
 
 def _part_of_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return _changed(optimizer, state, like)
+    def part_of(parameter: Tensor, cut: Cut, value: Tensor | CutTensor) -> Tensor:
+        part: Tensor = value.value if isinstance(value, CutTensor) else like(parameter, value)
+        return part
+
+    return _changed(optimizer, state, part_of)
 
 
 def _changed(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Tensor, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Tensor, Cut, Any], Tensor | CutTensor]
 ) -> dict[str, Any]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     entries = dict(state["state"])
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):  # torch compares their number
-        if cut_of(parameter) is not None and number in entries:
+        cut = cut_of(parameter)
+        if cut is not None and number in entries:
             entries[number] = {
-                key: change(parameter, value) if isinstance(value, Tensor) else value
+                key: change(parameter, cut, value) if isinstance(value, Tensor | CutTensor) else value
                 for key, value in entries[number].items()
             }
     return {**state, "state": entries}
