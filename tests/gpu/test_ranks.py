@@ -32,6 +32,7 @@ from torch.nn.functional import cross_entropy
 
 strategy, precision, backend = sys.argv[1:]
 strategy, _, offloaded = strategy.partition("-")
+together = 2 if strategy == "fsdp+tensor" else 1
 if backend:
     torch.cuda.set_device(0)
     torch.distributed.init_process_group(backend)
@@ -46,12 +47,13 @@ if not offloaded:
     model.to(here.device)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1)).to(here.device)
-mine = tokens.chunk(here.count)[here.rank]
+mine = tokens.chunk(here.count // together)[here.rank // together]
 
 def loss(model, batch):
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-plan = flatout.Plan(parallel=None if strategy == "none" else strategy, precision=precision or None)
+kind = None if strategy == "none" else strategy.partition("+")[0]
+plan = flatout.Plan(parallel=kind, tensor_ranks=together if together > 1 else None, precision=precision or None)
 if offloaded:
     plan = plan.with_choice("fsdp_cpu_offload", True, "the model does not fit")
 step = flatout.TrainStep(model, optimizer, loss, plan, clip_norm=0.5)
@@ -89,14 +91,14 @@ def trained(folder: Path, strategy: str, precision: str, *launcher: str) -> dict
     return found_in(done.stdout)
 
 
-def trained_by_two(folder: Path, strategy: str, precision: str) -> dict[str, object]:
-    """As on two machines with a GPU each, which are this one."""
+def trained_by_several(folder: Path, strategy: str, precision: str, ranks: int = 2) -> dict[str, object]:
+    """As on so many machines with a GPU each, which are this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
     command = [sys.executable, script(folder), strategy, precision, "cpu:gloo,cuda:gloo"]
-    both = [
+    every = [
         subprocess.Popen(
             command,
             env={**os.environ, **place, "RANK": str(rank)},
@@ -104,14 +106,14 @@ def trained_by_two(folder: Path, strategy: str, precision: str) -> dict[str, obj
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
-        texts = [one.communicate(timeout=240)[0] for one in both]
+        texts = [one.communicate(timeout=240)[0] for one in every]
     finally:
-        for one in both:
+        for one in every:
             one.kill()
-    assert [one.returncode for one in both] == [0, 0], "\n".join(texts)
+    assert [one.returncode for one in every] == [0] * ranks, "\n".join(texts)
     return found_in(texts[0])
 
 
@@ -129,8 +131,15 @@ def test_one_rank_over_nccl(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp-offloaded"])
 def test_two_ranks_that_share_a_gpu(tmp_path: Path, strategy: str) -> None:
     expected = trained(tmp_path, "none", "")
-    found = trained_by_two(tmp_path, strategy, "")
+    found = trained_by_several(tmp_path, strategy, "")
     assert (found["device"], found["count"]) == ("cuda:0", 2)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
+
+
+def test_four_ranks_that_share_layers_and_shard_their_parts(tmp_path: Path) -> None:
+    expected = trained(tmp_path, "none", "")
+    found = trained_by_several(tmp_path, "fsdp+tensor", "", 4)
+    assert (found["device"], found["count"]) == ("cuda:0", 4)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
 
 
