@@ -105,11 +105,11 @@ def forecast(
     training = Training.of(step, batch)
     samples = training.samples_wanted(batch_size)
     if ranks is not None:
-        training, samples = _one_of(training, samples, as_whole_number(ranks, "ranks"))
+        training, samples = of_one_rank(training, samples, as_whole_number(ranks, "ranks"))
     return forecast_training(training, find_target(device, step.model), samples)
 
 
-def _one_of(training: Training, samples: int, ranks: int) -> tuple[Training, int]:
+def of_one_rank(training: Training, samples: int, ranks: int) -> tuple[Training, int]:
     """The training of one of several ranks, and the most samples that are a rank's share."""
     if training.plan.parallel not in FORECAST_RANKS:
         raise UsageError(

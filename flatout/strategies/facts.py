@@ -14,6 +14,7 @@ from flatout.errors import FlatoutError
 from flatout.levers.compile import repeated_blocks
 from flatout.parallel.launching.local_ranks import threads_of_rank
 from flatout.plan import Plan
+from flatout.sizing.exchanges import all_reduced_bytes
 from flatout.sizing.forecasting import FORECAST_RANKS, forecast
 from flatout.statistics import median
 from flatout.strategies.made import endless, training_of
@@ -22,6 +23,7 @@ from flatout.train.step import TrainStep
 
 FSDP_TENSOR = "fsdp+tensor"
 """parallel = 'fsdp' with tensor_ranks."""
+SHARED_LAYERS = ("tensor", FSDP_TENSOR)
 STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", FSDP_TENSOR, "pipeline")
 """Values of a plan's `parallel`, and what consists of two, the simplest first."""
 MICRO_BATCHES_A_RANK = (4, 2, 1)
@@ -58,6 +60,8 @@ class TrainingFacts:
     """That train."""
     memory: Mapping[str, Memory]
     """By strategy, and of one process."""
+    all_reduced_bytes: Mapping[str, tuple[int, ...]]
+    """By strategy under which ranks share layers: of each all_reduce of a step, counted."""
     step_seconds: float | None = None
     """Of one process; None: it does not fit."""
     rank_step_seconds: float | None = None
@@ -73,10 +77,10 @@ class TrainingFacts:
 
 def strategies_of(ranks: int) -> tuple[str, ...]:
     """Those that so many ranks can use."""
-    return tuple(name for name in STRATEGIES if name != FSDP_TENSOR or _tensor_ranks(ranks) is not None)
+    return tuple(name for name in STRATEGIES if name != FSDP_TENSOR or tensor_ranks_of(ranks) is not None)
 
 
-def _tensor_ranks(ranks: int) -> int | None:
+def tensor_ranks_of(ranks: int) -> int | None:
     """As few as possible, since they exchange in every layer; None: the ranks cannot be divided in both ways."""
     return next((count for count in range(2, ranks // 2 + 1) if ranks % count == 0), None)
 
@@ -88,7 +92,7 @@ def strategy_of(plan: Plan) -> str:
 
 def plan_of(strategy: str, ranks: int, plan: Plan | None = None) -> Plan:
     """The plan with the choices that the strategy, one of `strategies_of`, stands for."""
-    plan, tensor_ranks = plan or Plan(), _tensor_ranks(ranks)
+    plan, tensor_ranks = plan or Plan(), tensor_ranks_of(ranks)
     if strategy != FSDP_TENSOR:
         return plan.with_choice("parallel", strategy, "")
     assert tensor_ranks is not None, "strategies_of has it only where there are"
@@ -115,9 +119,11 @@ def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> Trai
     step, batches = training_of(spec, plan)
     batch = next(endless(batches, spec))
     samples = countable_samples(batch)
-    memory = {ALONE: _forecast(step, batch)}
+    memory, sent = {ALONE: _forecast(step, batch)}, dict[str, tuple[int, ...]]()
     for name in strategies_of(ranks):
         step, memory[name] = _of_rank(step, batch, plan, name, ranks, samples)
+        if name in SHARED_LAYERS and memory[name].bytes is not None:
+            sent[name] = tuple(all_reduced_bytes(step, batch, ranks))
     step = step.with_plan(plan)
     model, blocks = step.model, repeated_blocks(step.model)
     found = TrainingFacts(
@@ -130,6 +136,7 @@ def facts_of(spec: str, plan: Plan, ranks: int, limit_bytes: int | None) -> Trai
         device=step.device.type,
         batch_norms=sum(isinstance(one, BatchNorm) and one.training for one in model.modules()),
         memory=memory,
+        all_reduced_bytes=sent,
     )
     alone = memory[ALONE].bytes
     if limit_bytes is not None and alone is not None and alone > limit_bytes:

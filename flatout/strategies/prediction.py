@@ -2,7 +2,7 @@
 
     ddp, zero1, fsdp   a rank's share of that time, and what `flatout.parallel.communication_costs` says of the exchange
     pipeline           each rank has its part of the step, and waits while the first and the last parts of a batch pass
-    tensor             unknown: what the ranks exchange depends on the model's layers; so is fsdp with tensor_ranks
+    tensor             the same share, and every all_reduce of a step, which were counted; fsdp + tensor: of both
 
 On a CPU a rank has its share of the cores, and the step was timed with so many threads. Predictions decide which
 strategy is tried first; none is left out for them.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flatout.parallel.communication_costs import SHARINGS, Group, Link, RankStep, exchange, where_time_goes
 from flatout.parallel.rank_timings import fit
-from flatout.strategies.facts import TrainingFacts
+from flatout.strategies.facts import FSDP_TENSOR, TrainingFacts, tensor_ranks_of
 from flatout.units import counted, format_seconds
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
@@ -54,20 +54,42 @@ def predictions(
             reason=f"1/{ranks} of the {format_seconds(alone)} of one process with a rank's threads, "
             f"and {waits - 1:.0%} of that to fill and drain the stages",
         )
-    if group is None or facts.samples % ranks:
+    if group is None:
         return found
+    with_threads = "" if facts.rank_threads is None else f" with {counted(facts.rank_threads, 'thread')} a rank"
     compute = alone / ranks
-    step = RankStep(
-        parameters=max(1, facts.parameters),
+    for sharing in SHARINGS if not facts.samples % ranks else ():
+        seconds, exposed = exchange(sharing, _rank_step(facts, compute), group)
+        reason = where_time_goes(compute, seconds, exposed) + with_threads
+        found[sharing] = Predicted(step_seconds=compute + exposed, reason=reason)
+    for name, sizes in facts.all_reduced_bytes.items():
+        seconds, exposed = _in_layers(facts, compute, group, name, sizes)
+        reason = where_time_goes(compute, seconds, exposed) + with_threads
+        found[name] = Predicted(step_seconds=compute + exposed, reason=reason)
+    return found
+
+
+def _rank_step(facts: TrainingFacts, compute: float, parts: int = 1) -> RankStep:
+    """parts: how many ranks share each layer."""
+    return RankStep(
+        parameters=max(1, facts.parameters) / parts,
         blocks=max(1, facts.blocks),
-        block_parameters=min(facts.block_parameters, facts.parameters),
+        block_parameters=min(facts.block_parameters, facts.parameters) / parts,
         forward_seconds=compute / 3,  # a backward pass has twice as many operations
         backward_seconds=compute * 2 / 3,
         parameter_bytes=max(1, round(facts.parameter_bytes / max(1, facts.parameters))),
     )
-    with_threads = "" if facts.rank_threads is None else f" with {counted(facts.rank_threads, 'thread')} a rank"
-    for sharing in SHARINGS:
-        seconds, exposed = exchange(sharing, step, group)
-        reason = where_time_goes(compute, seconds, exposed) + with_threads
-        found[sharing] = Predicted(step_seconds=compute + exposed, reason=reason)
-    return found
+
+
+def _in_layers(
+    facts: TrainingFacts, compute: float, group: Group, name: str, all_reduced: Sequence[int]
+) -> tuple[float, float]:
+    """(seconds that ranks which share layers exchange, those not hidden): a layer waits for each all_reduce."""
+    together = (tensor_ranks_of(group.ranks) if name == FSDP_TENSOR else None) or group.ranks
+    within = Group(ranks=together, link=group.link)
+    seconds = sum(within.all_reduce_seconds(size) for size in all_reduced)
+    if together == group.ranks:
+        return seconds, seconds
+    across = Group(ranks=group.ranks // together, link=group.link)
+    sharded, exposed = exchange("fsdp", _rank_step(facts, compute, together), across)
+    return seconds + sharded, seconds + exposed

@@ -11,6 +11,7 @@ from torch import distributed, nn
 import flatout
 from flatout.errors import UsageError
 from flatout.memory.forecast import MemoryForecast
+from flatout.sizing.exchanges import all_reduced_bytes
 
 PARAMETERS = 64 * 64 + 64 + 2 * (64 * 64 + 64) + 64 * 8 + 8
 
@@ -153,3 +154,20 @@ def test_options_of_fsdp_change_what_a_rank_holds() -> None:
 def test_what_cannot_be_forecast(parallel: str | None, ranks: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         flatout.forecast(step_of(parallel), BATCH, ranks=ranks)
+
+
+def test_what_ranks_that_share_layers_add_up_is_counted() -> None:
+    config = flatout.models.TransformerConfig(vocab_size=400, max_tokens=32, width=64, heads=4, layers=2)
+    model = flatout.models.TransformerLM(config)
+    step = flatout.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), scored_tokens)
+    tokens = torch.zeros(8, 32, dtype=torch.int64)
+    step = step.with_plan(flatout.Plan(parallel="tensor"))
+    hidden, row = 8 * 32 * 64 * 4, 8 * 32 * 4
+    # forward: the embedding, and of each block attention and feed-forward; backward: these two, and the last layer
+    assert sorted(all_reduced_bytes(step, tokens, 2)) == [row, 2 * row] + [hidden] * (1 + 4 + 4 + 1)
+    step = step.with_plan(flatout.Plan(parallel="fsdp", tensor_ranks=2))
+    found = sorted(all_reduced_bytes(step, tokens, 4))
+    assert found[-10:] == [hidden // 2] * 10  # a rank has half of the samples
+    assert sum(found[:-10]) < 2 * row
+    step.close()
+    assert not distributed.is_initialized()

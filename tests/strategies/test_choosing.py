@@ -43,6 +43,7 @@ FACTS = TrainingFacts(
     device="cpu",
     batch_norms=0,
     memory={ALONE: Memory(bytes=100 * MIB), **{name: Memory(bytes=60 * MIB) for name in STRATEGIES}},
+    all_reduced_bytes={},
     step_seconds=0.1,
     rank_step_seconds=0.14,
 )
@@ -70,6 +71,17 @@ def test_a_step_is_a_share_of_the_compute_and_what_is_exchanged() -> None:
     assert "tensor" not in found
     assert predictions(FACTS, None, 2, None) == {}
     assert predictions(replace(FACTS, rank_step_seconds=None), group_of(POINTS, 2), 2, 8) == {}
+
+
+def test_layers_that_ranks_share_wait_for_each_all_reduce() -> None:
+    facts = replace(FACTS, all_reduced_bytes={"tensor": (1_000_000,) * 8, "fsdp+tensor": (500_000,) * 8})
+    two, four = (predictions(facts, group_of(POINTS, ranks), ranks, 8) for ranks in (2, 4))
+    assert two["tensor"].step_seconds == pytest.approx(0.07 + 8 * (2e-4 + 1e-3), rel=0.01)
+    # of four ranks each all_reduce is between two, over a link as fast as was measured between all
+    link = group_of(POINTS, 4).link
+    each = 2 * (link.latency_seconds + 500_000 / 2 / link.bytes_per_second)
+    assert 0.035 + 8 * each < four["fsdp+tensor"].step_seconds < 0.035 + 8 * each + 4e-3
+    assert "0% hidden" in two["tensor"].reason
 
 
 def test_a_batch_that_the_ranks_cannot_share_equally_is_not_predicted() -> None:

@@ -12,7 +12,7 @@ from flatout.script.trial.setup import TrialSetup
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
 from flatout.strategies.choosing import StrategiesRequest, _Choosing
-from flatout.strategies.facts import STRATEGIES, TrainingFacts, planned_for
+from flatout.strategies.facts import FSDP_TENSOR, TrainingFacts, planned_for, strategies_of
 from flatout.strategies.sides import trainer
 from tests.cli.in_process import said_by
 
@@ -36,10 +36,13 @@ def _one_nudge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_every_strategy_is_proved_to_train_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "strategies"), [(2, strategies_of(2)), (4, (FSDP_TENSOR,))])
+def test_every_strategy_is_proved_to_train_as_one_process(
+    tmp_path: Path, ranks: int, strategies: tuple[str, ...]
+) -> None:
     """Dropout is in the model, and left out on both sides."""
     (tmp_path / "net.py").write_text(NET)
-    request = StrategiesRequest(spec=f"{tmp_path / 'net.py'}:make", ranks=2, plan=Plan(), budget_seconds=600)
+    request = StrategiesRequest(spec=f"{tmp_path / 'net.py'}:make", ranks=ranks, plan=Plan(), budget_seconds=600)
     with work_folder() as folder:
         setup = TrialSetup(target=trainer(folder), work_folder=folder)
         choosing = _Choosing(request, detect(), setup, Deadline(600), lambda text: None)
@@ -48,11 +51,11 @@ def test_every_strategy_is_proved_to_train_as_one_process(tmp_path: Path) -> Non
         assert (facts.model, facts.blocks, facts.samples) == ("GPT2", 2, 8)
         assert facts.memory["fsdp"].bytes is not None
         verdicts = {}
-        for name in STRATEGIES:
-            choosing._plans[name] = planned_for(Plan(), name, 2, 8)
+        for name in strategies:
+            choosing._plans[name] = planned_for(Plan(), name, ranks, 8)
             proof = choosing._proof(name)
             verdicts[name] = proof if isinstance(proof, str) else proof.verdict
-    assert verdicts == dict.fromkeys(STRATEGIES, "equal to rounding")
+    assert verdicts == dict.fromkeys(strategies, "equal to rounding")
 
 
 OTHERS = """

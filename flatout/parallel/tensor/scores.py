@@ -86,8 +86,9 @@ class SplitScores(torch.Tensor):
                 return func(*args, **kwargs)
         own = args[0] if args else kwargs.get("input")
         if isinstance(own, SplitScores) and func in _WATCHING:
-            if func is _T.register_hook and _is_of_fsdp(args[1]):
-                return own.place.local.register_hook(args[1])
+            hook = args[1] if len(args) > 1 else kwargs.get("hook")
+            if func is _T.register_hook and _is_of_fsdp(hook):
+                return own.place.local.register_hook(hook)
             own.place.is_watched = True
         if isinstance(own, SplitScores) and own.place.untouched and own.grad_fn is own.place.node:
             if func is F.cross_entropy:
