@@ -539,7 +539,7 @@ REFUSED = {
     "and there are 4 ranks": "too few blocks",
     "ranks share it": "heads do not divide",
     "no repeated blocks": "no blocks",
-    "no chain": "no chain",
+    "do not form a chain": "no chain",
 }
 """A word of the reason -> what stands for it."""
 
