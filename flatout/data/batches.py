@@ -22,7 +22,7 @@ from flatout import environment
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number
 from flatout.data.buckets import BucketOrder, Lengths, as_tokens, lengths_of
 from flatout.data.given_orders import REPEATABLE, BatchOrder, EpochOrder, length_of, samplers_in
-from flatout.data.handing_out import HandingOut, PlaceState, other_kind
+from flatout.data.handing_out import HandingOut, PlaceState, left_out_text, other_kind
 from flatout.data.order import OrderInBatches, epoch_order, epoch_seed, share_of_rank, spans
 from flatout.data.prefetch import on_device
 from flatout.data.sources import Arrays, Collate, Samples, Source, Whole, source_of
@@ -33,7 +33,6 @@ from flatout.machine.detect import usable_cores
 from flatout.machine.ranks import joined, joined_rank, joined_ranks
 from flatout.machine.ranks import ranks as ranks_of_run
 from flatout.plan import Plan, shares_of_batch
-from flatout.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -242,11 +241,7 @@ class Batches:
             )
         if out.rank == 0 and not self._warned_of_left_out:
             self._warned_of_left_out = True
-            warnings.warn(
-                f"an epoch leaves out {counted(rest, 'sample')} of {self._samples_now()}: the last batch would have "
-                f"fewer than there are ranks ({ranks})",
-                stacklevel=3,
-            )
+            warnings.warn(left_out_text(rest, self._samples_now(), out), stacklevel=3)
 
     def _warn_of_own_generators(self) -> None:
         """Once, where a state is saved or restored, for whose run it matters."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from flatout.errors import UsageError
 from flatout.plan import Plan
+from flatout.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,15 @@ class HandingOut:
     def least_samples(self) -> int:
         """The least samples of a last batch; with fewer it is dropped."""
         return self.batch_size if self.drop_last else self.ranks
+
+
+def left_out_text(rest: int, samples: int, out: HandingOut) -> str:
+    """The warning of samples at the end of an epoch that are no batch."""
+    than = "there are ranks" if out.plan.tensor_ranks is None else "the shares of the ranks"
+    return (
+        f"an epoch leaves out {counted(rest, 'sample')} of {samples}: the last batch would have fewer than {than} "
+        f"({out.ranks})"
+    )
 
 
 def other_kind(counted: str, here: str) -> UsageError:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, NotRequired
 
 from flatout.data.checksums import checksum
-from flatout.data.handing_out import HandingOut, PlaceState, no_batch, other_kind
+from flatout.data.handing_out import HandingOut, PlaceState, left_out_text, no_batch, other_kind
 from flatout.data.order import epoch_seed, share_of_rank
 from flatout.data.prefetch import on_device
 from flatout.data.sources import Collate, collated
 from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
-from flatout.units import counted
 
 
 class StreamState(PlaceState):
@@ -157,11 +156,7 @@ class Stream:
         if self._out.rank or self._warned_of_left_out or not self.trains:
             return
         self._warned_of_left_out = True
-        warnings.warn(
-            f"an epoch leaves out {counted(rest, 'sample')} of {samples}: the last batch would have fewer than there "
-            f"are ranks ({self._out.ranks})",
-            stacklevel=3,
-        )
+        warnings.warn(left_out_text(rest, samples, self._out), stacklevel=3)
 
     def _collated(self, samples: list[object], seed: int) -> object:
         with generators_kept():

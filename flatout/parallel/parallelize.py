@@ -139,7 +139,7 @@ def _check_kept(model: Module, optimizer: Optimizer, plan: Plan) -> None:
         raise UsageError(
             f"parallel is {asked!r}, and the model was put on several ranks by {kept!r}",
             limit="it stays there",
-            remedy=f"keep parallel = {kept!r}, or load its state_dict() into a new model",
+            remedy="keep these choices, or restore a checkpoint of it into a new model",
         )
     if plan.parallel != "zero1" and optimizer.state and getattr(optimizer, PART_OF_STATE, False):
         raise UsageError(

@@ -123,7 +123,8 @@ def of_one_rank(training: Training, samples: int, ranks: int) -> tuple[Training,
         )
     shares = shares_of_batch(training.plan, ranks)
     if samples < shares:
-        raise UsageError(f"the batch has {samples} samples for {shares} ranks", limit="each has one at least")
+        which = f"{ranks} ranks" if shares == ranks else f"{shares} shares of {ranks} ranks"
+        raise UsageError(f"the batch has {samples} samples for {which}", limit="each has one at least")
     return replace(training, ranks=ranks), -(-samples // shares)
 
 

@@ -23,7 +23,7 @@ from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
 from flatout.parallel.heartbeat import alive
-from flatout.parallel.whole_tensors import CUTS, home_of, ranks_of_calls
+from flatout.parallel.whole_tensors import CUTS, home_of, let_go, ranks_of_calls
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
@@ -74,11 +74,8 @@ def evaluate(
     rest = data.too_few_for_ranks() if isinstance(data, Batches) and shared is not None else None
     home = _only_device(model)
     with contextlib.ExitStack() as around:
-        if hasattr(model, "reshard"):  # FSDP2; its package is not imported to find out
-            from flatout.parallel.shard import reshard
-
-            reshard(model)  # its ranks are those of parameters that are not gathered now
-            around.callback(reshard, model)
+        let_go(model)  # its ranks are those of parameters that are not gathered now
+        around.callback(let_go, model)
         others = ranks_of_calls(model) if shared is None else None
         lengths = None if others is None else SameLengths(others, next(model.parameters()).device)
         same_batch = _same_batch(model)

@@ -319,7 +319,7 @@ class Run:
             with self._before_end_of_epoch():
                 self._save_after_failure()
             raise
-        figures = mean_figures(own, self.step.group)
+        figures = mean_figures(own, self.step.together)
         self.evaluations.append(figures)
         return figures
 

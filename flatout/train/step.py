@@ -41,7 +41,7 @@ from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.parallel.heartbeat import heartbeat
 from flatout.parallel.parallelize import parallelize
-from flatout.parallel.whole_tensors import ELSEWHERE, home_of
+from flatout.parallel.whole_tensors import ELSEWHERE, home_of, let_go
 from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call, not_in_fp32
@@ -103,6 +103,7 @@ class TrainStep:
     ) -> None:
         self.plan = as_plan(plan, "step")
         check_clip_norm(clip_norm)
+        let_go(as_model(model))
         _check_parts(model, optimizer, loss_fn, scheduler, count_terms)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
@@ -239,6 +240,7 @@ class TrainStep:
         Returns False if every loss since the last call was inf or NaN although the weights are finite.
         """
         self.finish()
+        let_go(self.model)
         moved = {id(parameter) for parameter in self._update.parameters}
         trained = [
             (name, one)
@@ -654,7 +656,6 @@ class TrainStep:
 
 def _check_parts(model: Module, optimizer: Optimizer, loss_fn: object, scheduler: object, count_terms: object) -> None:
     """UsageError for what is of another kind, and for parts that do not belong together."""
-    as_model(model)
     _check_optimizer(as_optimizer(optimizer))
     check_optimizer_of(optimizer, model)
     check_scheduler(scheduler, optimizer)

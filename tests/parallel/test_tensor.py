@@ -55,7 +55,7 @@ def gathered(local, cut):
     raise AssertionError("the scores of all tokens were gathered, for a hook of FSDP2's")
 split.gathered = gathered
 plan = plan_of("fsdp+tensor") if ranks > 1 else Plan()
-def trained(layers):
+def trained(layers, plan=plan):
     torch.manual_seed(rank)
     model = ours("gpt2", layers=layers)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.3), flatout.supervised(nn.CrossEntropyLoss()), plan)
@@ -64,6 +64,8 @@ def trained(layers):
 for layers in (1, 2):  # of a single block there are no repeated ones
     losses, model, step = trained(layers)
     print([round(loss, 4) for loss in mean_of_ranks(losses)])
+if ranks > 1:
+    trained(1, plan_of("fsdp+tensor", fsdp_dtype="bf16"))  # what the model returns is then converted to fp32
 def refusal(function, *arguments, **keywords):
     try:
         function(*arguments, **keywords)
@@ -91,6 +93,80 @@ leave()
 def test_layers_cut_and_sharded_keep_the_scores_in_parts_and_refuse_what_cannot_be(run_ranks: RunRanks) -> None:
     [(_, losses, _)] = run_ranks(SHARDED, 1)
     assert run_ranks(SHARDED, 4) == [(0, losses, "")] * 4
+
+
+CALLED = (
+    MODELS
+    + """
+from flatout.errors import NumericsError
+parallel, layers, kept = sys.argv[4], int(sys.argv[5]), sys.argv[6] == "kept"
+def called(model):  # FSDP2 has whole parameters then: of ranks' parts, which are not of one size
+    with torch.no_grad():
+        return model(x)
+torch.manual_seed(0)
+model = ours("gpt2", layers=layers)
+plan = plan_of(parallel, fsdp_keep_gathered=True if kept else None)
+step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.3), Loss("gpt2"), plan)
+before = float(step((x, y)))
+called(model)
+step = step.with_plan(plan.with_choice("micro_batches", 2, ""))
+assert float(step((x, y))) < before
+called(model)
+step.close()
+step = TrainStep(model, step.optimizer, Loss("gpt2"), plan)
+step((x, y))
+if rank == 0:
+    local_part(model.tokens.weight).data[0, 0] = float("nan")
+called(model)
+try:
+    step.check_finite()
+except NumericsError:
+    leave()
+raise AssertionError("a weight that is not finite was not seen")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "layers", "kept"),
+    [
+        ("fsdp+tensor", 4, 2, False),
+        pytest.param("fsdp+tensor", 4, 1, True, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, 1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_without_gradients_does_not_change_what_is_trained(
+    run_ranks: RunRanks, parallel: str, ranks: int, layers: int, kept: bool
+) -> None:
+    ended = run_ranks(CALLED, ranks, parallel, layers, "kept" if kept else "")
+    assert ended == [(0, "", "")] * ranks
+
+
+EVALUATED = (
+    MODELS
+    + """
+plan = plan_of(sys.argv[4])
+model = ours("one-block")
+step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), Loss("gpt2"), plan)
+def evaluated():  # on one rank alone, or another figure on each
+    if sys.argv[5] == "first":
+        return {"score": 1.0} if rank == 0 else {}
+    return {"score": float(step.steps if rank % 2 else -step.steps)}
+found = flatout.fit(step, batches((x, y), 12, plan), epochs=3, evaluation=evaluated, metric="score", patience=1,
+    checkpoints=flatout.Checkpoints(sys.argv[6], best="max"))
+print(found.steps, found.ended)
+leave()
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "ranks"), [("tensor", 2), ("fsdp+tensor", 4)])
+@pytest.mark.parametrize("evaluation", ["first", "each"])
+def test_ranks_that_share_layers_decide_alike(
+    run_ranks: RunRanks, tmp_path: Path, parallel: str, ranks: int, evaluation: str
+) -> None:
+    assert run_ranks(EVALUATED, ranks, parallel, evaluation, tmp_path) == [(0, "4 patience\n", "")] * ranks
 
 
 SAVED = (
@@ -388,8 +464,12 @@ def from_outside(values, targets):
 def watched(values, targets):
     values.register_hook(lambda gradient: gradient * 2)
     return F.cross_entropy(values.flatten(0, 1), targets.flatten())
-cheap = [last, ours_with_targets, cut_off, every_row, nothing_counts]
-others = [smoothed, transposed, by_hand, looked_at_first, changed_in_place, from_outside, watched]
+def in_doubles(values, targets):
+    return F.cross_entropy(values.to(torch.float64).flatten(0, 1), targets.flatten()).float()
+def as_another(values, targets):
+    return F.cross_entropy(values.to(torch.zeros((), dtype=torch.float64)).flatten(0, 1), targets.flatten()).float()
+cheap = [last, ours_with_targets, cut_off, every_row, nothing_counts, in_doubles]
+others = [as_another, smoothed, transposed, by_hand, looked_at_first, changed_in_place, from_outside, watched]
 found = {}
 torch.manual_seed(0)
 model = ours("bert").requires_grad_(True)
@@ -438,7 +518,10 @@ FEW_TOKENS = (
 torch.manual_seed(0)
 model = models.GPT2(models.GPT2Config(vocab_size=4, vocab_multiple=1, max_tokens=8, width=12, heads=3, layers=1,
     dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0))
-plan = Plan(parallel="tensor") if ranks > 1 else Plan()
+if sys.argv[4] == "untied":
+    model.head = nn.Linear(12, 4, bias=False)
+both = dict(parallel="fsdp", tensor_ranks=3) if sys.argv[5] == "sharded" else dict(parallel="tensor")
+plan = Plan(**both) if ranks > 1 else Plan()
 step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), Loss("gpt2"), plan)
 print([round(float(step((x % 4, (x + 1) % 4))), 4) for _ in range(3)])
 leave()
@@ -446,8 +529,9 @@ leave()
 )
 
 
-def test_a_table_with_no_row_for_the_last_rank_stays_whole(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(("head", "parts"), [("tied", ""), ("untied", ""), ("untied", "sharded")])
+def test_a_table_with_no_row_for_the_last_rank_stays_whole(run_ranks: RunRanks, head: str, parts: str) -> None:
     """Four rows for three ranks: two each, and none for the last one."""
-    (alone,) = run_ranks(FEW_TOKENS, 1)
+    (alone,) = run_ranks(FEW_TOKENS, 1, head, parts)
     assert alone[0] == 0, alone
-    assert run_ranks(FEW_TOKENS, 3) == [alone] * 3
+    assert run_ranks(FEW_TOKENS, 3, head, parts) == [alone] * 3

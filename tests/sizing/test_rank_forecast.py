@@ -131,6 +131,11 @@ def test_a_model_on_the_meta_device_is_forecast_as_one_with_memory(parallel: Any
     assert peak("meta") == peak("cpu")
 
 
+def test_ranks_that_share_samples_are_counted_once() -> None:
+    with pytest.raises(UsageError, match="the batch has 16 samples for 17 shares of 34 ranks"):
+        flatout.forecast(step_of("fsdp", tensor_ranks=2), BATCH, ranks=34)
+
+
 def test_more_ranks_hold_less_each() -> None:
     assert forecast_of("fsdp", 8).peak_bytes < forecast_of("fsdp", 2).peak_bytes
 

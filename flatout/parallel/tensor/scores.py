@@ -152,10 +152,11 @@ def _moved(scores: SplitScores, func: Operation, args: tuple[Any, ...], kwargs: 
         if end % scores.dim() == scores.dim() - 1:
             return None
         kept, local = classes, place.local.flatten(start, end)
-    else:  # float, contiguous
-        if args or kwargs:
+    else:  # float, contiguous, to
+        to_float = func is _T.to and len(args) == 1 and isinstance(args[0], torch.dtype) and args[0].is_floating_point
+        if kwargs or (args and not to_float):
             return None
-        kept, local = classes, func(place.local)
+        kept, local = classes, func(place.local, *args)
     return _Place(local, place.cut, kept, scores, lambda whole: func(whole, *args, **kwargs)).tensor()
 
 
@@ -227,4 +228,4 @@ def _is_of_fsdp(hook: object) -> bool:
 _T = torch.Tensor
 _WATCHING = {_T.register_hook, _T.retain_grad}
 _ABOUT = ABOUT | {getattr(_T, name).__get__ for name in ("_base", "is_nested")}
-_MOVES = {_T.__getitem__, _T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.float, _T.contiguous}
+_MOVES = {_T.__getitem__, _T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.float, _T.contiguous, _T.to}

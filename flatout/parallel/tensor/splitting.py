@@ -106,11 +106,13 @@ class Splitting:
         outputs = weight.shape[1 if transposed else 0] // fused
         if outputs // unit % self._across.count or outputs % unit:
             what = counted(outputs // unit, "head") if unit > 1 else counted(outputs, "output")
-            fewer = f"use a number of ranks that divides {outputs // unit}, or " if outputs // unit > 1 else "use "
+            fewer = (
+                f"share it among a number of ranks that divides {outputs // unit}, or " if outputs // unit > 1 else ""
+            )
             raise UsageError(
                 f"{name} has {what}, and {self._across.count} ranks share it",
                 limit="tensor parallelism gives each rank as many whole ones",
-                remedy=fewer + _OTHERWISE.removeprefix("use "),
+                remedy=fewer + _OTHERWISE,
             )
         planned = _Planned(forward=layers.columns_forward)
         planned.cuts["weight"] = self._cut(weight, 1 if transposed else 0, fused)
@@ -139,20 +141,26 @@ class Splitting:
         if not plain:
             return
         cut = self._cut(layer.get_parameter("weight"), 0)
-        if cut.chunk * (self._across.count - 1) < cut.shape[0]:  # each rank has a row
+        if self._each_has_a_row(cut):
             self._tables[layer] = _Planned(forward=layers.embedding_forward, cuts={"weight": cut})
 
     def _plan_scores(self, module: nn.Module, layer: nn.Module, rule: Rule) -> None:
-        if type(layer) is not nn.Linear or layer.out_features < self._across.count:
+        if type(layer) is not nn.Linear:
             return
-        planned = self._tables[layer] = _Planned(forward=layers.scores_forward)
-        planned.cuts["weight"] = self._cut(layer.weight, 0)
+        cut = self._cut(layer.weight, 0)
+        if not self._each_has_a_row(cut):
+            return
+        planned = self._tables[layer] = _Planned(forward=layers.scores_forward, cuts={"weight": cut})
         if layer.bias is None:
             return
         planned.cuts["bias"] = self._cut(layer.bias, 0)
         for name in rule.shared:
             if getattr(module, name, None) is layer.bias:
                 self._tables[module] = _Planned(forward=None, cuts={name: planned.cuts["bias"]})
+
+    def _each_has_a_row(self, cut: Cut) -> bool:
+        """FSDP2, which shards the parts, takes none without an element."""
+        return cut.chunk * (self._across.count - 1) < cut.shape[0]
 
     def _cut(self, parameter: Tensor, dim: int, fused: int = 1) -> Cut:
         return Cut(across=self._across, shape=tuple(parameter.shape), dim=dim, fused=fused)
