@@ -19,18 +19,16 @@ if TYPE_CHECKING:
 
     from flatout.parallel.tensor.parts import Cut
 
-
 CUT = "cut_over_ranks"
-"""Attribute of a parameter of which this rank has a part as a plain tensor: how it is cut (`parallel.tensor.parts`)."""
-
-_parts_kept: ContextVar[bool] = ContextVar("parts_kept", default=False)
-
+"""Attribute of a parameter of which this rank has a part, as a plain tensor or, where FSDP2 shards that further, as a
+DTensor: how it is cut (`parallel.tensor.parts`)."""
 ELSEWHERE = "on_another_rank"
 """Attribute of a parameter, True: another rank trains it, and it has no values here (`parallel.pipeline.ownership`)."""
 PART_OF_STATE = "has_part_of_state"
 """Attribute of an optimizer, True: each rank has the state of some of the parameters (`parallel.sharded_updates`)."""
 CUTS, STAGES = "cuts_over_ranks", "stages_of_ranks"
 """Attributes of a module whose parameters are cut, and of a model whose blocks are on several ranks."""
+_parts_kept: ContextVar[bool] = ContextVar("parts_kept", default=False)
 
 
 @dataclass(frozen=True)

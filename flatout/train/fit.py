@@ -117,7 +117,7 @@ def fit(
     trains, the position in the data, random states, average, schedule, patience, logs (see `flatout.train.loggers`) and
     `objects`, further objects with state_dict() by name. `progress` shows a bar; by default on a terminal. With several
     ranks each calls it with the same arguments; figures are averaged over the ranks that have them, the first rank
-    logs, and when asked to stop they stop after the same step.
+    logs, of single steps its own part of the loss and figures, and when asked to stop they stop after the same step.
 
     On SIGTERM and Ctrl-C the current step or evaluation is finished, or the wait for data broken off; then everything
     is saved, and fit raises SystemExit(143) for SIGTERM, KeyboardInterrupt for Ctrl-C. A second Ctrl-C ends it at once,

@@ -1,9 +1,8 @@
 """FSDP with tensor parallelism: neighbouring ranks share each layer and a batch, FSDP2 shards across the others.
 
-    4 ranks, tensor_ranks = 2         share a batch and each layer
-    share the parts by FSDP2            ranks 0, 1
-                                        ranks 2, 3
-    ranks 0, 2 and ranks 1, 3
+    4 ranks, tensor_ranks = 2     share each layer and a batch
+    share the parts (FSDP2)         rank 0    rank 1
+                                    rank 2    rank 3
 
 Neighbours are on one machine, with the fastest links, for what they exchange in every layer. Each layer is cut first,
 and its parts are sharded: what FSDP gathers is a rank's part of a layer, never all of it.
