@@ -161,8 +161,8 @@ def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device
         remedy = "keep files, locks and generators out of the model"
         if hasattr(model, "reshard"):  # of FSDP2
             what = "the model's weights are sharded over ranks"
-            remedy = "call it, or use evaluate or generate, on all ranks; or restore a checkpoint of it into a model that "
-            remedy += "is not sharded, and give that one: flatout.restore(checkpoints.latest(), model=whole)"
+            remedy = "use evaluate or generate on all ranks; or restore a checkpoint of it into a model that is not "
+            remedy += "sharded, and give that one: flatout.restore(checkpoints.latest(), model=whole)"
         raise UsageError(what, limit="predict works on a copy of it", remedy=remedy) from error
     join_recurrent_weights(made)
     config = getattr(made, "config", None)
