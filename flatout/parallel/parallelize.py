@@ -102,6 +102,15 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     return strategy
 
 
+def let_go(model: Module) -> None:
+    """Have a model in FSDP2 hold the parts of its parameters again, which are those that its optimizer has. A call that
+    no backward pass follows, such as one without gradients, leaves whole ones in their place. Nothing is sent."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2; its package is not imported to find out
+        from flatout.parallel.shard import reshard
+
+        reshard(model)
+
+
 def _check_alike(model: Module, plan: Plan, beside: Sequence[Tensor] = ()) -> None:
     """Compare parameters, buffers and plans of all ranks: a collective, before any other. Ranks of different code would
     wait for one another, or, worse, add up gradients of different things.

@@ -139,15 +139,6 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     return torch.hypot(over_ranks, norm.to(over_ranks)) if same else over_ranks
 
 
-def let_go(model: Module) -> None:
-    """Have a model in FSDP2 hold the parts of its parameters again, which are those that its optimizer has. A call that
-    no backward pass follows, such as one without gradients, leaves whole ones in their place. Nothing is sent."""
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2; its package is not imported to find out
-        from flatout.parallel.shard import reshard
-
-        reshard(model)
-
-
 def ranks_of_calls(model: Module) -> ProcessGroup | None:
     """Those that take part in every call of the model, because each has a part of it; None: this one has all."""
     from torch import distributed

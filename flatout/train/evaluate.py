@@ -23,7 +23,8 @@ from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
 from flatout.parallel.heartbeat import alive
-from flatout.parallel.whole_tensors import CUTS, home_of, let_go, ranks_of_calls
+from flatout.parallel.parallelize import let_go
+from flatout.parallel.whole_tensors import CUTS, home_of, ranks_of_calls
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision

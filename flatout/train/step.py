@@ -40,8 +40,8 @@ from flatout.levers.model_call import calls_wrapped
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.parallel.heartbeat import heartbeat
-from flatout.parallel.parallelize import parallelize
-from flatout.parallel.whole_tensors import ELSEWHERE, home_of, let_go
+from flatout.parallel.parallelize import let_go, parallelize
+from flatout.parallel.whole_tensors import ELSEWHERE, home_of
 from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call, not_in_fp32
