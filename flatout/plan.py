@@ -221,7 +221,7 @@ def shares_of_batch(plan: Plan, ranks: int) -> int:
     if ranks % together:
         raise PlanError(
             f"tensor_ranks is {together}, and there are {ranks} ranks",
-            limit="it divides their number: so many share each layer",
+            limit="it must divide their number: so many share each layer",
             remedy="change one of the two, or drop tensor_ranks",
         )
     return ranks // together
