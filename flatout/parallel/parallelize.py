@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flatout.errors import PlanError, UsageError
 from flatout.machine.ranks import ranks
 from flatout.parallel.strategy import Strategy
-from flatout.parallel.whole_tensors import CUTS, PART_OF_STATE, STAGES, whole_shape
+from flatout.parallel.whole_tensors import PART_OF_STATE, STAGES, across_of, whole_shape
 from flatout.plan import shares_of_batch
 
 if TYPE_CHECKING:
@@ -169,11 +169,11 @@ def _earlier(model: Module) -> str | None:
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return "ddp"
     sharded = hasattr(model, "set_requires_gradient_sync")  # FSDP2; its package is not imported to find out
-    for module in model.modules():
-        if cuts := module.__dict__.get(CUTS):
-            return f"fsdp + {next(iter(cuts.values())).across.count} tensor_ranks" if sharded else "tensor"
-        if STAGES in module.__dict__:
-            return "pipeline"
+    across = across_of(model)
+    if across is not None:
+        return f"fsdp + {across.count} tensor_ranks" if sharded else "tensor"
+    if any(STAGES in module.__dict__ for module in model.modules()):
+        return "pipeline"
     return "fsdp" if sharded else None
 
 

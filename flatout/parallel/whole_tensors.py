@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-    from flatout.parallel.tensor.parts import Cut
+    from flatout.parallel.tensor.parts import Across, Cut
 
 CUT = "cut_over_ranks"
 """Attribute of a parameter of which this rank has a part, as a plain tensor or, where FSDP2 shards that further, as a
@@ -139,15 +139,21 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     return torch.hypot(over_ranks, norm.to(over_ranks)) if same else over_ranks
 
 
+def across_of(model: Module) -> Across | None:
+    """The ranks that share the model's layers; None where none do."""
+    cuts: Any = next((module.__dict__[CUTS] for module in model.modules() if module.__dict__.get(CUTS)), None)
+    return None if cuts is None else next(iter(cuts.values())).across  # a Cut's
+
+
 def ranks_of_calls(model: Module) -> ProcessGroup | None:
     """Those that take part in every call of the model, because each has a part of it; None: this one has all."""
     from torch import distributed
 
     spread: Any = next((one for one in model.parameters() if is_distributed(one)), None)
+    across = across_of(model)
+    if across is not None:
+        return across.group if spread is None else distributed.group.WORLD
     for module in model.modules():
-        if cuts := module.__dict__.get(CUTS):
-            across: ProcessGroup = next(iter(cuts.values())).across.group  # a Cut's
-            return across if spread is None else distributed.group.WORLD
         stages = module.__dict__.get(STAGES)
         if stages is not None and stages.begins:  # before the first step each rank has all of it
             return stages.across.group  # type: ignore[no-any-return]  # of Stages

@@ -24,7 +24,7 @@ from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
 from flatout.parallel.heartbeat import alive
 from flatout.parallel.parallelize import let_go
-from flatout.parallel.whole_tensors import CUTS, home_of, ranks_of_calls
+from flatout.parallel.whole_tensors import across_of, home_of, ranks_of_calls
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
@@ -126,12 +126,12 @@ def _subject(
 
 def _same_batch(model: Module) -> SameBatch | None:
     """Compares the first batch of ranks that share the model's layers; None where none do."""
-    cuts = next((module.__dict__[CUTS] for module in model.modules() if CUTS in module.__dict__), None)
-    if cuts is None:
+    across = across_of(model)
+    if across is None:
         return None
     from flatout.parallel.tensor.training import SameBatch
 
-    return SameBatch(next(iter(cuts.values())).across)
+    return SameBatch(across)
 
 
 class _Totals:
@@ -163,7 +163,8 @@ class _Totals:
         rows = {name: one.rows() for name, one in self._gathered.items()}
         distributed.get_world_size()  # raises where there is no process group
         of_ranks = gathered((share, sums, rows), distributed.group.WORLD)
-        every = {number: (sums, rows) for number, sums, rows in reversed(of_ranks)}.values()
+        of_shares = {number: (sums, rows) for number, sums, rows in reversed(of_ranks)}
+        every = [of_shares[number] for number in sorted(of_shares)]
         self._sums = dict(summed(there for there, _ in every))
         for name, one in self._gathered.items():
             one.take([row for _, rows_there in every for row in rows_there.get(name, ())])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across, Cut, cut_of
 from flatout.parallel.tensor.random import same_random_states
 from flatout.parallel.tensor.splitting import Splitting
-from flatout.parallel.whole_tensors import CUTS, CutTensor, like, local_part, total_norm, whole_or_cut
+from flatout.parallel.whole_tensors import CutTensor, across_of, like, local_part, total_norm, whole_or_cut
 from flatout.parameters import parameters_of
 from flatout.tensor_bytes import bytes_view
 
@@ -46,8 +46,8 @@ def split_over_ranks(
     if group is None:
         return Strategy()
     check_elementwise(optimizer)
-    known = next(cuts_of(model), None)
-    across = Across(group) if known is None else known.across
+    known = across_of(model)
+    across = known or Across(group)
     if known is None:
         splitting = Splitting(model, across)
         same_on_all_ranks(model)
@@ -70,10 +70,6 @@ def split_over_ranks(
         after_backward=agree if plan.precision == "fp16" else None,
         total_norm=lambda parameters: norm_of_parts(parameters, across),
     )
-
-
-def cuts_of(model: torch.nn.Module) -> Iterator[Cut]:
-    return (cut for module in model.modules() for cut in module.__dict__.get(CUTS, {}).values())
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:

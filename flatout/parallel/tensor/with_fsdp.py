@@ -17,7 +17,8 @@ from torch import distributed
 
 from flatout.parallel.shard import check_shardable, mesh_of, sharded, sharded_by_user
 from flatout.parallel.strategy import Strategy
-from flatout.parallel.tensor.training import check_elementwise, cuts_of, split_over_ranks
+from flatout.parallel.tensor.training import check_elementwise, split_over_ranks
+from flatout.parallel.whole_tensors import across_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -33,9 +34,9 @@ def split_and_sharded(model: Module, optimizer: Optimizer, plan: Plan) -> Strate
     Raises UsageError, before anything is changed, for what either of the two does not take.
     """
     assert plan.tensor_ranks is not None
-    known = next(cuts_of(model), None)
+    known = across_of(model)
     if known is not None:
-        layers, parts = split_over_ranks(model, optimizer, plan, known.across.group), sharded_by_user(model)
+        layers, parts = split_over_ranks(model, optimizer, plan, known.group), sharded_by_user(model)
     else:
         check_elementwise(optimizer)
         check_shardable(model, optimizer)
