@@ -27,9 +27,9 @@ from torch import nn
 import flatout
 from benchmarks.infer.surroundings import surroundings
 from flatout import Plan, TrainStep, supervised
+from flatout.flops import count_step
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig, ResNet, ResNetConfig
 from flatout.statistics import compare_paired, median
-from flatout.train.flops import count_step
 
 WINDOW_SECONDS = 0.25
 BATCHES = 4

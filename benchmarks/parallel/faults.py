@@ -42,6 +42,7 @@ from flatout.machine.detect import detect
 KINDS = ("kill", "kill all", "hang", "slow", "term", "disk full")
 WITH_ROOT = ("disk full",)
 STRATEGIES = {"ddp": 2, "fsdp": 3}
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("faulted.py")
 HANG_SECONDS = 5
 DEADLINE_SECONDS = 240.0
@@ -114,7 +115,8 @@ def _fault(folder: Path, seed: int, kinds: Sequence[str], wanted: dict[str, Path
         finally:
             left = _end(process, folder)
     row |= {"status": status, "seconds": round(time.monotonic() - began, 1), "processes_left": left}
-    row["said"] = [line for line in (folder / "log").read_text(errors="replace").splitlines() if "[flatout]" in line]
+    lines = (folder / "log").read_text(errors="replace").replace(f"{ROOT}/", "").splitlines()
+    row["said"] = [line for line in lines if "[flatout]" in line]
     row["restarts"] = sum("; restart " in line for line in row["said"])
     row["same_weights"] = _same(folder / "weights.safetensors", wanted[strategy])
     row["as_promised"] = status == 0 and row["same_weights"] and not left and (kind != "slow" or row["restarts"] == 0)

@@ -3,7 +3,9 @@
 The library's models at the sizes of benchmarks.memory, AdamW, each strategy, 2 and 4 ranks. The forecast is made in one
 process, before there are ranks. Measured is the most that torch's CPU allocator held in a step, counted in C, of the
 rank that held most. Gloo's threads let go of their copies a little later in some steps than in others: the error is
-that of the least of the steps, forecast / measured - 1, and the most of them is named too. Linux, with a C compiler.
+that of the least of the steps, forecast / measured - 1, and the most of them is named too. Of a pipeline, whose stages
+the ranks choose by measured times in the first step, the forecast is of the stages that they chose, and the row says
+whether those that a forecast assumes, by counted operations, are the same. Linux, with a C compiler.
 
     python -m benchmarks.parallel.memory --out memory.json
 """
@@ -29,13 +31,14 @@ import flatout
 from benchmarks.memory.cases import Subject
 from benchmarks.memory.cases_library import library_cases
 from flatout.machine.detect import detect
-from flatout.plan import shares_of_batch
-from flatout.sizing.forecasting import FORECAST_RANKS
+from flatout.parallel.pipeline import training as pipelines
+from flatout.parallel.whole_tensors import STAGES
+from flatout.plan import Plan, shares_of_batch
+from flatout.replaced import replaced
 from flatout.statistics import median
-from flatout.strategies.facts import FSDP_TENSOR, plan_of, strategies_of
+from flatout.strategies.facts import STRATEGIES, planned_for, strategies_of
 from flatout.units import format_bytes
 
-STRATEGIES = (*FORECAST_RANKS, FSDP_TENSOR)
 MODULE = "benchmarks.parallel.memory"
 COUNT_SOURCE = Path(__file__).with_name("allocator_count.c")
 STEPS = 12
@@ -51,11 +54,12 @@ def subjects() -> dict[str, Subject]:
 def train_step(subject: Subject, kind: str, ranks: int) -> flatout.TrainStep:
     model = subject.make()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    return flatout.TrainStep(model, optimizer, subject.loss_fn, plan_of(kind, ranks))
+    return flatout.TrainStep(model, optimizer, subject.loss_fn, planned_for(Plan(), kind, ranks, samples=None))
 
 
-def measured_bytes(subject: Subject, kind: str, samples: int) -> list[int]:
-    """Of this rank, the most that was held in each steady step."""
+def measured_bytes(subject: Subject, kind: str, samples: int) -> tuple[list[int], list[int]]:
+    """Of this rank, the most that was held in each steady step (of a pipeline, in the first one if that was more: the
+    whole model is there at its beginning); and where the stages of a pipeline begin."""
     count = ctypes.CDLL(None)
     for name in ("allocator_held_bytes", "allocator_peak_bytes"):
         getattr(count, name).restype = ctypes.c_long
@@ -71,22 +75,25 @@ def measured_bytes(subject: Subject, kind: str, samples: int) -> list[int]:
         step(batch)
         peaks.append(count.allocator_peak_bytes() - before)
     step.close()
-    return peaks[FIRST_STEADY:]
+    stages = step.model.__dict__.get(STAGES)
+    if stages is None:
+        return peaks[FIRST_STEADY:], []
+    return [max(one, peaks[0]) for one in peaks[FIRST_STEADY:]], stages.begins
 
 
 def in_rank(out: Path, kind: str, samples: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     here = flatout.ranks()
-    found: dict[str, Any] = {}  # bytes of each rank's steps, or why there are none
+    found: dict[str, Any] = {}  # bytes of each rank's steps and where stages begin, or why there are none
     for name in names:
         try:
-            measured = measured_bytes(subjects()[name], kind, samples)
+            measured, begins = measured_bytes(subjects()[name], kind, samples)
         except flatout.UsageError as error:  # raised on all of them: no rule for the model, heads that do not divide
             found[name] = str(error)
             continue
         every: list[Any] = [None] * here.count
         distributed.all_gather_object(every, measured)
-        found[name] = every
+        found[name] = every, begins
     if here.first:
         out.write_text(json.dumps(found))
 
@@ -114,7 +121,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 if isinstance(held[name], str):
                     print(f"{name:16} {kind:11} {count} ranks  {held[name]}", flush=True)
                     continue
-                row = _row(known[name], kind, count, arguments.samples, held[name])
+                row = _row(known[name], kind, count, arguments.samples, *held[name])
                 rows.append(row)
                 print(_line(row), flush=True)
     errors = [abs(row["error"]) for row in rows]
@@ -142,22 +149,37 @@ def _held(kind: str, count: int, arguments: argparse.Namespace) -> dict[str, Any
         return found
 
 
-def _row(subject: Subject, kind: str, count: int, samples: int, held: list[list[int]]) -> dict[str, Any]:
+def _row(
+    subject: Subject, kind: str, count: int, samples: int, held: list[list[int]], begins: list[int]
+) -> dict[str, Any]:
     measured, most = max(min(of_rank) for of_rank in held), max(max(of_rank) for of_rank in held)
     step = train_step(subject, kind, count)
     whole = samples * shares_of_batch(step.plan, count)
-    made = flatout.forecast(step, subject.batch(samples), batch_size=whole, ranks=count)
+
+    def forecast() -> flatout.MemoryForecast:
+        return flatout.forecast(step, subject.batch(samples), batch_size=whole, ranks=count)
+
+    made, stages = forecast(), {}
+    if begins:
+        stages = {"stages": begins, "assumed_stages": list(made.stages), "assumed_bytes": made.peak_bytes}
+    if begins != list(made.stages):
+        with replaced(pipelines, "split_evenly", lambda _: lambda *_, **__: begins):
+            made = forecast()
     step.close()
     error = made.peak_bytes / measured - 1
     named = {"model": subject.name, "strategy": kind, "ranks": count}
     sizes = {"measured_bytes": measured, "most_bytes": most, "forecast_bytes": made.peak_bytes}
-    return {**named, **sizes, "error": error}
+    return {**named, **sizes, "error": error, **stages}
 
 
 def _line(row: dict[str, Any]) -> str:
     sizes = f"measured {format_bytes(row['measured_bytes']):>9}, forecast {format_bytes(row['forecast_bytes']):>9}"
     late = row["most_bytes"] / row["measured_bytes"] - 1
-    return f"{row['model']:16} {row['strategy']:6} {row['ranks']} ranks  {sizes}  {row['error']:+.2%}, most {late:+.1%}"
+    split = ""
+    if "stages" in row:
+        split = f", blocks {row['stages']}, assumed {row['assumed_stages']}"
+    named = f"{row['model']:16} {row['strategy']:6} {row['ranks']} ranks"
+    return f"{named}  {sizes}  {row['error']:+.2%}, most {late:+.1%}{split}"
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from flatout.bench.workload import Contender, Found, Prepared, Settings, Setup, Workload, peer_package
+from flatout.flops import count_step
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
 from flatout.models import GPT2, BertConfig, BertMaskedLM, GPT2Config, ResNet
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
-from flatout.train.flops import count_step
 from flatout.train.step import TrainStep
 from flatout.tuning.step_tuning import tune_step
 

@@ -16,16 +16,18 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout import environment
 from flatout.errors import MachineError, UsageError, describe_error
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 TIMEOUT_SECONDS = 600.0
 """How long a rank waits in a collective for one that does not arrive."""
@@ -190,13 +192,53 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+class PretendedExchange:
+    """The values that ranks would exchange, where one after the other is pretended. Each hears what another said at the
+    same place in its own turn; its own value from those that had none yet, as from later ranks in a first round."""
+
+    def __init__(self, stand_in: Callable[[int], int] = lambda rank: rank) -> None:
+        """stand_in: of a rank, the one that is pretended in its place."""
+        self._stand_in = stand_in
+        self._said: dict[int, list[object]] = {}
+        self._now: list[object] = []
+
+    def begin(self) -> None:
+        """A rank's turn."""
+        self._now = []
+
+    def end(self, rank: int) -> None:
+        """That was the turn of this rank."""
+        self._said[rank] = self._now
+
+    def values(self, value: T, count: int, rank: int) -> list[T]:
+        """What each of `count` ranks says, where `rank` says `value`."""
+        place = len(self._now)
+        self._now.append(value)
+
+        def of(other: int) -> Any:
+            said = self._said.get(self._stand_in(other), ())
+            return said[place] if other != rank and place < len(said) else value
+
+        return [of(other) for other in range(count)]
+
+
+_exchange: PretendedExchange | None = None
+
+
+def pretended_exchange() -> PretendedExchange | None:
+    """That of the rank that this process is pretended to be; None: ranks are real."""
+    return _exchange
+
+
 @contextlib.contextmanager
-def pretended_ranks(count: int) -> Iterator[None]:
-    """This process as rank 0 of `count`, until the context ends: collectives return at once and move nothing, so that
+def pretended_ranks(count: int, rank: int = 0, exchange: PretendedExchange | None = None) -> Iterator[None]:
+    """This process as one rank of `count`, until the context ends: collectives return at once and move nothing, so that
     on fake tensors a step runs as one rank of many would run it. 1: nothing is pretended.
 
-    Raises UsageError in a process that is one of several ranks already.
+    exchange: through which values are exchanged; None: all ranks are as this one. Raises UsageError in a process that
+    is one of several ranks already.
     """
+    global _exchange
     if count == 1:
         yield
         return
@@ -210,8 +252,12 @@ def pretended_ranks(count: int) -> Iterator[None]:
             limit="others are pretended in a process that is alone",
             remedy="forecast in a script that is not launched",
         )
-    distributed.init_process_group("fake", rank=0, world_size=count, store=pretended_store())
+    distributed.init_process_group("fake", rank=rank, world_size=count, store=pretended_store())
+    _exchange = exchange or PretendedExchange()
+    _exchange.begin()
     try:
         yield
     finally:
+        _exchange.end(rank)
+        _exchange = None
         distributed.destroy_process_group()

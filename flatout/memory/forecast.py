@@ -56,7 +56,11 @@ class MemoryForecast(ShownAsText):
     method: str = "fake run"
     not_covered: tuple[str, ...] = ()
     ranks: int = 1
-    """How many train together; the forecast is of the first, which holds the most."""
+    """How many train together; the forecast is of one that holds the most."""
+    rank: int = 0
+    """Which of them."""
+    stages: tuple[int, ...] = ()
+    """Of a pipeline: the first block of each rank, and the number of blocks."""
     not_in_force: tuple[tuple[str, str], ...] = ()
     """Choices of the plan that had no effect, and why."""
     seconds: float | None = field(default=None, compare=False)
@@ -80,7 +84,10 @@ class MemoryForecast(ShownAsText):
         places = (phase, self.module and f"of {self.module}", self.line and f"at {self.line}")
         where = " ".join(part for part in places if part)
         batch = f"batch {self.batch_size}" if self.batch_size is not None else "this batch"
-        of = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
+        of = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        if self.stages:
+            begin, end = self.stages[self.rank : self.rank + 2]
+            of += f" ({end - begin} of {self.stages[-1]} blocks, by counted work)"
         room = ""
         if self.capacity_bytes is not None:
             room = f" of {format_bytes(self.capacity_bytes)}, {'fits' if self.fits else 'does not fit'}"

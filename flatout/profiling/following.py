@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from flatout.flops import OperationCount
 from flatout.profiling.operator_classes import moves_no_data
 from flatout.profiling.profile import Phase
 from flatout.torch_private.attributes import changed_arguments, name_in_schema
@@ -37,7 +38,6 @@ from flatout.torch_private.dispatch import (
 )
 from flatout.torch_private.tensors import stored_parts
 from flatout.tracebacks import is_users_file
-from flatout.train.flops import OperationCount
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

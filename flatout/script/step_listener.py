@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from flatout.flops import OperationCount
 from flatout.memory.tracking import Tracker
 from flatout.script.step_memory import MemorySample
 from flatout.signals import raised_by_handler
 from flatout.torch_private.dispatch import ListeningMode, without_torch_function
-from flatout.train.flops import OperationCount
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flatout.flops import OperationCount
 from flatout.levers.bf16_kernels import LEAST_IN_ATTENTION, LEAST_IN_LINEAR
 from flatout.levers.observed import StepWork
 from flatout.torch_private.attributes import packet_of
 from flatout.torch_private.dispatch import ListeningMode, without_torch_function
-from flatout.train.flops import OperationCount
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

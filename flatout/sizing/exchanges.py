@@ -7,10 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flatout.data.nested import leaves_in
-from flatout.generators import generators_kept
-from flatout.machine.ranks import pretended_ranks
-from flatout.memory.fake_run import FakeRun, RealTensorsKept, torch_keeps_quiet
-from flatout.sizing.forecasting import of_one_rank, on_fake_copies
+from flatout.sizing.forecasting import fake_step, of_one_rank
 from flatout.sizing.training import Training
 from flatout.torch_private.dispatch import TorchDispatchMode
 from flatout.train.step import TrainStep
@@ -25,16 +22,11 @@ def all_reduced_bytes(step: TrainStep, batch: object, ranks: int) -> list[int]:
     """
     training = Training.of(step, batch)
     training, samples = of_one_rank(training, training.samples, ranks)
-    world, counted = FakeRun(), _Counted()
-    fake = on_fake_copies(world, training, samples)
-    with torch_keeps_quiet(), pretended_ranks(ranks), generators_kept(), world, RealTensorsKept(), counted:
-        made = fake.make_step()
-        try:
-            made(fake.batch)  # the first step also compares and begins
-            counted.sizes.clear()
-            made(fake.batch)
-        finally:
-            made.close()
+    counted = _Counted()
+    with fake_step(training, samples, counted) as (made, shared):
+        made(shared)  # the first step also compares and begins
+        counted.sizes.clear()
+        made(shared)
     return counted.sizes
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -20,11 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatout.arguments import as_whole_number
 from flatout.data.nested import resize_batch
 from flatout.errors import FlatoutError, UsageError, describe_error
+from flatout.flops import count_step
 from flatout.generators import generators_kept
 from flatout.levers.activation_offload import PretendedHost, offloading_to
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.model_call import set_call
-from flatout.machine.ranks import pretended_ranks
+from flatout.machine.ranks import PretendedExchange, pretended_ranks
 from flatout.memory.cuda_workspaces import cuda_workspaces
 from flatout.memory.fake_run import (
     DEPENDS_ON_DATA,
@@ -40,6 +43,7 @@ from flatout.memory.onednn_workspaces import rules_were_read_for
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker
 from flatout.memory.workspace import WorkspaceOf
+from flatout.parallel.whole_tensors import STAGES
 from flatout.parameters import parameters_of
 from flatout.plan import shares_of_batch
 from flatout.sizing.real_steps import forecast_from_real_steps
@@ -54,11 +58,9 @@ from flatout.sizing.training import (
     never_captured,
 )
 from flatout.torch_private.modules import Convolution
-from flatout.train.flops import count_step
 from flatout.train.step import TrainStep
 
-FORECAST_RANKS = ("ddp", "zero1", "fsdp", "tensor")
-UNCERTAINTY_RANKS = {"ddp": 0.05, "zero1": 0.05, "fsdp": 0.35, "tensor": 0.05}
+UNCERTAINTY_RANKS = {"ddp": 0.05, "zero1": 0.05, "fsdp": 0.35, "tensor": 0.05, "pipeline": 0.05}
 """In addition, for what is sent and received. Under fsdp gloo's threads let go of their copies late in some steps, when
 up to a third more was held; over NCCL nothing was measured."""
 UNCERTAINTY_CPU = 0.03
@@ -96,8 +98,9 @@ def forecast(
 
     batch: any batch of the right kinds and shapes; with `batch_size`, its tensors are taken to have that many samples
     instead. device: where it would run; None: where the model is; 'cpu', 'cuda', or a GPU of the catalogue
-    ('rtx-4090', 'a100-80gb', 'h200'), which need not be here. ranks: of the first of so many, which share training as
-    the plan's `parallel` says ('ddp', 'zero1', 'fsdp', 'tensor'); they need not be here. The batch is that of them all.
+    ('rtx-4090', 'a100-80gb', 'h200'), which need not be here. ranks: of the one of so many that holds the most, which
+    share training as the plan's `parallel` says; they need not be here. The batch is that of them all. The stages of a
+    pipeline, which measured times decide in the first step, are assumed from counted operations and bytes.
 
     Raises UsageError for what is no TrainStep, a GPU that is not known, a batch without tensors, and ranks without a
     plan for them.
@@ -111,10 +114,10 @@ def forecast(
 
 def of_one_rank(training: Training, samples: int, ranks: int) -> tuple[Training, int]:
     """The training of one of several ranks, and the most samples that are a rank's share."""
-    if training.plan.parallel not in FORECAST_RANKS:
+    if training.plan.parallel is None:
         raise UsageError(
-            f"ranks is {ranks} and the plan's parallel is {training.plan.parallel!r}",
-            limit=f"a forecast of ranks is for {', '.join(map(repr, FORECAST_RANKS))}",
+            f"ranks is {ranks}, and the plan has no parallel",
+            limit="it says what each of them holds",
             remedy="set it: step.with_plan(flatout.Plan(parallel='fsdp'))",
         )
     if training.plan.fsdp_cpu_offload:
@@ -160,6 +163,8 @@ def _sparse_gradients_noticed() -> Iterator[list[str]]:
 
 def _forecast(training: Training, target: Target, batch_size: int) -> MemoryForecast:
     try:
+        if training.plan.parallel == "pipeline" and training.ranks > 1:
+            return _of_largest_stage(training, target, batch_size)
         return _from_fake_run(training, target, batch_size)
     except FlatoutError:
         raise
@@ -215,22 +220,58 @@ def _from_fake_run(training: Training, target: Target, batch_size: int) -> Memor
         made = replace(made, uncertainty=made.uncertainty + LARGE_SEGMENT_BYTES / max(1, made.peak_bytes))
     if training.ranks > 1:
         more = UNCERTAINTY_RANKS[training.plan.parallel or ""]
-        made = replace(made, ranks=training.ranks, uncertainty=made.uncertainty + more)
+        made = replace(made, ranks=training.ranks, rank=training.rank, uncertainty=made.uncertainty + more)
     return replace(made, offloaded_bytes=steps.offloaded_bytes, not_in_force=steps.not_in_force)
+
+
+def _of_largest_stage(training: Training, target: Target, batch_size: int) -> MemoryForecast:
+    """Of the stages that may hold the most of all: the first, the last, and, of those between, each that has more
+    blocks than all before it. These have fewer parts of a batch under way the later they are."""
+    last = training.ranks - 1
+    exchange = PretendedExchange(lambda rank: rank if rank in (0, last) else 1)
+    begins: list[int] = []
+    for rank in sorted({0, 1, last}):  # in a first step each sees what it has gradients of, and the next round knows it
+        with fake_step(replace(training, rank=rank, exchange=exchange), batch_size) as (step, batch):
+            step(batch)
+            begins = step.model.__dict__[STAGES].begins
+    blocks = [end - begin for begin, end in pairwise(begins)]
+    largest = [rank for rank in range(1, last) if blocks[rank] > max(blocks[1:rank], default=0)]
+    found = [
+        _from_fake_run(replace(training, rank=rank, exchange=exchange), target, batch_size)
+        for rank in (0, *largest, last)
+    ]
+    most = max(found, key=lambda one: one.peak_bytes)
+    one_more = 1 / blocks[most.rank] if begins[-1] > training.ranks else 0.0  # block, where times decide otherwise
+    return replace(most, stages=tuple(begins), uncertainty=most.uncertainty + one_more)
+
+
+@contextlib.contextmanager
+def fake_step(
+    training: Training, samples: int | None = None, *observers: AbstractContextManager[object]
+) -> Iterator[tuple[TrainStep, object]]:
+    """(a step that runs on fake tensors, of the rank that the training is of, and its batch); observers: dispatch modes
+    that see its operations."""
+    world = FakeRun()
+    fake = on_fake_copies(world, training, samples)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch_keeps_quiet())
+        stack.enter_context(pretended_ranks(training.ranks, training.rank, training.exchange))
+        stack.enter_context(generators_kept())
+        for mode in (world, RealTensorsKept(), *observers):
+            stack.enter_context(mode)
+        step = fake.make_step()
+        stack.callback(step.close)
+        yield step, fake.batch
 
 
 def count_operations(training: Training) -> float:
     """Floating point operations of one step, recomputation included, counted in a fake run."""
-    world = FakeRun()
-    fake = on_fake_copies(world, training)
-    with generators_kept(), world, RealTensorsKept():
-        step = fake.make_step()
+    with fake_step(training) as (step, batch):
         finish = count_step()
         try:
-            step(fake.batch)
+            step(batch)
         finally:
             counted = finish()
-            step.close()
     return counted
 
 
@@ -317,7 +358,7 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     tracker = Tracker(workspace_of=_workspace_of(target))
     with (
         torch_keeps_quiet(),
-        pretended_ranks(training.ranks),
+        pretended_ranks(training.ranks, training.rank, training.exchange),
         generators_kept(),
         world,
         real,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from flatout.machine.ranks import PretendedExchange
     from flatout.memory.tracking import Tracker
 
 STEPS_FOLLOWED = 2
@@ -54,6 +55,10 @@ class Training:
     """How many the batch has."""
     ranks: int = 1
     """How many train together; this is one of them, and the batch is its share."""
+    rank: int = 0
+    """Which of them."""
+    exchange: PretendedExchange | None = None
+    """Where ranks are not alike: what they say to each other while one after the other is pretended."""
 
     @classmethod
     def of(cls, step: TrainStep, batch: object) -> Training:

@@ -15,7 +15,7 @@ from flatout.levers.compile import repeated_blocks
 from flatout.parallel.launching.local_ranks import threads_of_rank
 from flatout.plan import Plan
 from flatout.sizing.exchanges import all_reduced_bytes
-from flatout.sizing.forecasting import FORECAST_RANKS, forecast
+from flatout.sizing.forecasting import forecast
 from flatout.statistics import median
 from flatout.strategies.made import endless, training_of
 from flatout.torch_private.modules import BatchNorm
@@ -150,8 +150,6 @@ def _of_rank(
     step: TrainStep, batch: object, plan: Plan, strategy: str, ranks: int, samples: int | None
 ) -> tuple[TrainStep, Memory]:
     """(the step to go on with, the forecast of one rank). What the user's function made is made once."""
-    if strategy not in (*FORECAST_RANKS, FSDP_TENSOR):
-        return step, Memory(bytes=None, reason=f"there are forecasts for {', '.join(FORECAST_RANKS)} alone")
     try:
         step = step.with_plan(planned_for(plan, strategy, ranks, samples))
     except FlatoutError as error:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.torch_private.lookup import private
 
@@ -24,6 +24,21 @@ pretended_store: Callable[[], Store] = private("torch.testing._internal.distribu
 """For the process group "fake", whose collectives move nothing; importing it registers that group."""
 
 default_store: Callable[[], Store] = private("torch.distributed.distributed_c10d._get_default_store")
+
+
+_pipelining = "torch.distributed.pipelining"
+
+
+def as_voted(schedule: object) -> None:
+    """Have the stages of a pipeline schedule take the shapes that they were given, without asking the other ranks,
+    which are pretended. Torch 2.13 sends and reads numbers to find out that all have them; 2.15 asks nobody then."""
+    if hasattr(schedule, "_warmup_p2p"):
+
+        def warm_up(stages: Iterable[Any], *_: object) -> None:  # as torch has it
+            for stage in stages:
+                stage._inference_mode = private(f"{_pipelining}._utils.InferenceMode").STATIC
+
+        schedule._warmup_p2p = warm_up
 
 
 def gloo_works() -> bool:

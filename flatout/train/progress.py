@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from flatout.flops import count_step
 from flatout.machine.process_memory import resident_bytes
 from flatout.terminal import is_terminal
-from flatout.train.flops import count_step
 from flatout.units import format_bytes
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from flatout.flops import OperationCount
 from flatout.profiling import following
 from flatout.profiling.following import FollowedOperator, OperatorFollower
-from flatout.train.flops import OperationCount
 
 HERE = str(Path(__file__).parent)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
+from flatout.flops import OperationCount
 from flatout.levers.subject import Subject
 from flatout.script import runner as runners
 from flatout.script import step_look, watch
@@ -18,7 +19,6 @@ from flatout.script.runner import Runner
 from flatout.script.step_listener import StepListener
 from flatout.script.step_look import COMPILED, NO_MODULE, OTHER_MODE, StepLook
 from flatout.script.step_memory import MemorySample
-from flatout.train.flops import OperationCount
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.flops import OperationCount
 from flatout.levers.observed import StepWork
 from flatout.machine import process_memory
 from flatout.machine.process_memory import minor_faults, page_fault_seconds
 from flatout.script import step_work
 from flatout.script.step_work import follow_step
-from flatout.train.flops import OperationCount
 from tests.odd_defaults import odd_defaults
 
 

@@ -96,6 +96,53 @@ def test_under_tensor_a_rank_has_its_part_of_the_layers_and_the_whole_batch() ->
         flatout.forecast(step, tokens, ranks=3)
 
 
+def pipeline_step(layers: int, micro_batches: int, vocabulary: int = 40) -> flatout.TrainStep:
+    config = flatout.models.TransformerConfig(
+        vocab_size=vocabulary, max_tokens=32, width=64, heads=4, layers=layers, dropout=0.0
+    )
+    model = flatout.models.TransformerLM(config)
+    plan = flatout.Plan(parallel="pipeline", micro_batches=micro_batches)
+    return flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), scored_tokens, plan)
+
+
+TOKENS = torch.zeros(8, 32, dtype=torch.int64)
+
+
+def test_of_a_pipeline_the_stage_that_holds_the_most_is_forecast() -> None:
+    step = pipeline_step(layers=6, micro_batches=8)
+    alone = flatout.forecast(step.with_plan(flatout.Plan(micro_batches=8)), TOKENS)
+    found = {ranks: flatout.forecast(step, TOKENS, ranks=ranks) for ranks in (2, 3, 6)}
+    for ranks, one in found.items():
+        each = 6 // ranks
+        assert one.stages == tuple(range(0, 7, each))
+        assert one.rank == 0  # which has as many blocks as the others, and the most parts of a batch under way
+        assert f", rank 0 of {ranks} ({each} of 6 blocks, by counted work): peak " in str(one)
+        around = 64 * 64 * 4  # the embedding, which is the last layer too
+        of_blocks = alone.categories["weights"] - around
+        assert one.categories["weights"] == pytest.approx(of_blocks / ranks + around, rel=0.05)
+        assert one.categories["optimizer"] == pytest.approx(2 * (of_blocks / ranks + around), rel=0.05)
+        assert one.batch_size == 8
+    assert found[6].peak_bytes < found[3].peak_bytes < found[2].peak_bytes < alone.peak_bytes * 1.2
+    assert found[6].uncertainty < 0.1 < found[3].uncertainty  # with a block for each rank there are no other stages
+
+
+def test_of_a_pipeline_with_a_large_vocabulary_the_last_stage_has_few_blocks_and_its_scores() -> None:
+    found = flatout.forecast(pipeline_step(layers=6, micro_batches=2, vocabulary=4_000), TOKENS, ranks=2)
+    assert found.stages == (0, 5, 6)
+    assert found.rank == 1
+    assert found.categories["temporaries"] + found.categories["activations"] > 4 * 32 * 4_000 * 4
+
+
+def test_of_a_pipeline_a_rank_gives_up_what_it_sees_others_train() -> None:
+    found = forecast_of("pipeline", 2, micro_batches=2)
+    linear = 64 * 64 + 64
+    assert (found.stages, found.rank) == ((0, 1, 2), 0)
+    assert found.categories["weights"] == 4 * 2 * linear  # its block and what is before it, not the last layer
+    assert found.categories["gradients"] == 4 * 2 * linear
+    with pytest.raises(UsageError, match="the model has 2 repeated blocks, and there are 3 ranks"):
+        forecast_of("pipeline", 3, micro_batches=3)
+
+
 def test_a_step_of_a_sharded_model_leaves_nothing_else_behind() -> None:
     found = forecast_of("fsdp", 4)
     batch = sum(one.nbytes for one in BATCH) // 4
@@ -114,7 +161,7 @@ def test_where_each_rank_has_the_whole_model_before_its_part_that_is_the_peak() 
     assert "; before the first step; not counted" in str(found)
 
 
-@pytest.mark.parametrize("parallel", [None, "ddp", "fsdp", "tensor"])
+@pytest.mark.parametrize("parallel", [None, "ddp", "fsdp", "tensor", "pipeline"])
 def test_a_model_on_the_meta_device_is_forecast_as_one_with_memory(parallel: Any) -> None:
     def peak(device: str) -> int:
         with torch.device(device):
@@ -122,7 +169,7 @@ def test_a_model_on_the_meta_device_is_forecast_as_one_with_memory(parallel: Any
                 flatout.models.TransformerConfig(vocab_size=400, max_tokens=32, width=64, heads=4, layers=2)
             )
             tokens = torch.zeros(8, 32, dtype=torch.int64)
-        plan = flatout.Plan() if parallel is None else flatout.Plan(parallel=parallel)
+        plan = flatout.Plan() if parallel is None else flatout.Plan(parallel=parallel, micro_batches=2)
         step = flatout.TrainStep(model, torch.optim.AdamW(model.parameters()), scored_tokens, plan)
         found = flatout.forecast(step, tokens, device="h100", ranks=None if parallel is None else 2)
         assert {one.device.type for one in step.model.parameters()} == {device}
@@ -151,7 +198,7 @@ def test_options_of_fsdp_change_what_a_rank_holds() -> None:
 @pytest.mark.parametrize(
     ("parallel", "ranks", "said"),
     [
-        (None, 2, "ranks is 2 and the plan's parallel is None; a forecast of ranks is for 'ddp'"),
+        (None, 2, "ranks is 2, and the plan has no parallel; it says what each of them holds"),
         ("fsdp", 17, "the batch has 16 samples for 17 ranks"),
         ("fsdp", 0, "ranks is 0"),
     ],

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flatout.errors import MachineError, UsageError, describe_error
+from flatout.flops import count_step
 from flatout.infer.left_unchanged import left_unchanged
 from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.agreement import Agreement, Audit, Mismatch
@@ -41,10 +42,9 @@ from flatout.plan import Plan
 from flatout.plan_document import short
 from flatout.torch_private.lookup import is_missing
 from flatout.torch_private.tensors import onednn_linear
-from flatout.train.flops import count_step
 
 if TYPE_CHECKING:
-    from flatout.train.flops import Packet
+    from flatout.flops import Packet
 
 HOPELESS = 16
 """After this many failures and no success, the model is at fault, not the samples."""

@@ -19,11 +19,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from flatout.buffers import buffers_of, found_buffers
 from flatout.data.nested import map_tensors, tensors_in
 from flatout.errors import PlanError, UsageError
+from flatout.memory.fake_run import is_fake
 from flatout.parallel.averaging import same_on_all_ranks
 from flatout.parallel.collected_state import sent
 from flatout.parallel.pipeline.balance import split_evenly
-from flatout.parallel.pipeline.chain import Chain
+from flatout.parallel.pipeline.chain import Chain, Seen
 from flatout.parallel.pipeline.ownership import Ownership, OwnState
+from flatout.parallel.pipeline.work import Work
 from flatout.parallel.strategy import Strategy, group_or_none
 from flatout.parallel.tensor.parts import Across
 from flatout.parallel.tensor.random import OwnStream, same_random_states
@@ -31,6 +33,7 @@ from flatout.parallel.tensor.training import SameBatch, overflow_on_all
 from flatout.parallel.whole_tensors import STAGES
 from flatout.parameters import parameters_of
 from flatout.torch_private.modules import BatchNorm
+from flatout.torch_private.ranks import as_voted
 
 if TYPE_CHECKING:
     from flatout.plan import Plan
@@ -101,7 +104,7 @@ class Stages:
         blocks = self.chain.blocks
         buffers = found_buffers(buffers_of(model))
         try:
-            every = [self.chain.observe(forward) for _ in range(1 + TIMES)][1:]
+            every = self._observed(forward)
         finally:
             changed = [one for one in buffers if one.put_back()]
         inside = {id(module) for block in blocks for module in block.modules()}
@@ -122,6 +125,13 @@ class Stages:
         model.__dict__["forward"] = MethodType(_relayed, model)
         return Ownership(model, blocks, self.begins, self.across)
 
+    def _observed(self, forward: Callable[[], object]) -> list[Seen]:
+        first = next(self.chain.blocks[0].parameters(), None)
+        if first is None or not is_fake(first):
+            return [self.chain.observe(forward) for _ in range(1 + TIMES)][1:]
+        with Work() as work:
+            return [self.chain.observe(forward, lambda: work.done)]
+
 
 def _relayed(model: nn.Module, *args: object, **kwargs: object) -> object:
     """The forward of a model in stages: outside of a step, one stage after the other, for all ranks together."""
@@ -141,14 +151,14 @@ def _relayed(model: nn.Module, *args: object, **kwargs: object) -> object:
 
 
 class _Stage(nn.Module):
-    """What torch's schedule calls: this rank's blocks, of a part of the batch."""
+    """What torch's schedule calls: this rank's blocks, of one part of the batch after the other."""
 
-    def __init__(self, run: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._run = run
 
-    def forward(self, hidden: Tensor, part: Tensor) -> Tensor:
-        return self._run(hidden, int(part))
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._run(hidden)
 
 
 class Pipeline:
@@ -165,6 +175,8 @@ class Pipeline:
         self._passed_on: Tensor | None = None
         """A tensor like those that stages pass on in the step that is under way."""
         self._share: Callable[[int], Tensor] | None = None
+        self._next = 0
+        """Number of the part whose forward pass is the next."""
         self._figures: list[str] | None = None
         """The names of what loss_fn returns besides the loss; None before the first step."""
         self._finite = True
@@ -200,13 +212,12 @@ class Pipeline:
                 self._place(lambda: forward(parts[0]))
             schedule, self._passed_on = self._schedule(parts, forward)
             self._check_first_stage_is_trained(share)
-            self._share = share
+            self._share, self._next = share, 0
             self._stream.begin(self._device)
             count = len(parts)
-            numbers = torch.arange(count)
             first = (torch.zeros(count, device=self._device),) if self._across.rank == 0 else ()
-            target = numbers if self._across.rank == self._across.count - 1 else None
-            schedule.step(*first, part=numbers, target=target, return_outputs=False)
+            target = torch.zeros(count) if self._across.rank == self._across.count - 1 else None
+            schedule.step(*first, target=target, return_outputs=False)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
@@ -269,7 +280,7 @@ class Pipeline:
                 known = self._stages.place(self._model, lambda: returned.append(forward()))
             self._model.__dict__[_OWNERSHIP] = known
             loss = returned[-1][0] if isinstance(returned[-1], tuple) else returned[-1]
-            self._finite = isinstance(loss, Tensor) and bool(loss.isfinite().all())
+            self._finite = isinstance(loss, Tensor) and not is_fake(loss) and bool(loss.isfinite().all())
         self._ownership = known
         kept = _OWN_STATES.get(self._optimizer)
         self._own_state = (kept and kept()) or OwnState(self._optimizer, self._across)
@@ -294,6 +305,8 @@ class Pipeline:
                 group=self._across.group,
             )
             schedule = Schedule1F1B(stage, len(parts), loss_fn=lambda loss, _: loss, scale_grads=False)
+            if is_fake(hidden):
+                as_voted(schedule)
             self._schedules[key] = schedule, hidden
         return self._schedules[key]
 
@@ -342,11 +355,12 @@ class Pipeline:
             remedy="freeze fewer blocks, use fewer ranks, or parallel = 'fsdp'",
         )
 
-    def _run_part(self, hidden: Tensor, number: int) -> Tensor:
+    def _run_part(self, hidden: Tensor) -> Tensor:
         share, begins, rank = self._share, self._stages.begins, self._across.rank
         assert share is not None, "a step is under way"
         assert self._passed_on is not None, "its schedule is known"
-        received = hidden if rank else None
+        received, number = hidden if rank else None, self._next
+        self._next += 1
         out = self._stages.chain.stage(lambda: share(number), begins[rank], begins[rank + 1], received)
         if not out.requires_grad:
             raise self._untrained(rank)

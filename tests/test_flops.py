@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from flatout.flops import count_step
 from flatout.profiling.following import OperatorFollower
-from flatout.train.flops import count_step
 
 
 def flops(work: Callable[[], Any]) -> float:
