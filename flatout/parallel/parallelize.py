@@ -102,13 +102,19 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     return strategy
 
 
-def let_go(model: Module) -> None:
+def let_go(model: Module, *, failed: bool = False) -> None:
     """Have a model in FSDP2 hold the parts of its parameters again, which are those that its optimizer has. A call that
-    no backward pass follows, such as one without gradients, leaves whole ones in their place. Nothing is sent."""
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2; its package is not imported to find out
+    no backward pass follows, such as one without gradients or one that failed, leaves whole ones in their place.
+    Nothing is sent."""
+    if is_sharded(model):
         from flatout.parallel.shard import reshard
 
-        reshard(model)
+        reshard(model, failed=failed)
+
+
+def is_sharded(model: Module) -> bool:
+    """Was it given to torch's fully_shard, by `parallel` or by the user? Its package is not imported to find out."""
+    return hasattr(model, "set_requires_gradient_sync")
 
 
 def _check_alike(model: Module, plan: Plan, beside: Sequence[Tensor] = ()) -> None:
@@ -168,7 +174,7 @@ def _earlier(model: Module) -> str | None:
 
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return "ddp"
-    sharded = hasattr(model, "set_requires_gradient_sync")  # FSDP2; its package is not imported to find out
+    sharded = is_sharded(model)
     across = across_of(model)
     if across is not None:
         return f"fsdp + {across.count} tensor_ranks" if sharded else "tensor"
@@ -184,7 +190,7 @@ def _as_given(model: Module) -> Strategy | None:
         from flatout.parallel.replicate import wrapped_by_user
 
         return wrapped_by_user(model)
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+    if is_sharded(model):
         from flatout.parallel.shard import sharded_by_user
 
         return sharded_by_user(model)

@@ -222,8 +222,11 @@ def _check_offload() -> None:
         )
 
 
-def reshard(model: torch.nn.Module) -> None:
-    """Let go of parameters that were gathered for a forward pass that no backward pass follows."""
+def reshard(model: torch.nn.Module, *, failed: bool = False) -> None:
+    """Let go of parameters that were gathered for a forward pass that no backward pass follows; failed: it raised."""
+    reset: Callable[[], None] | None = getattr(model, "reset_iter_state", None)  # torch 2.13 has it
+    if failed and reset is not None:  # else FSDP2 takes the pass for one that is under way
+        reset()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

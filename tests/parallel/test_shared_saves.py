@@ -75,38 +75,6 @@ def test_what_ranks_save_is_whole_for_one_process(run_ranks: RunRanks, tmp_path:
     model.load_state_dict(newest.state["model"])
 
 
-PREDICTED = """
-from flatout import Checkpoints, Plan, TrainStep, capture, predict, restore
-from flatout.errors import FlatoutError
-def made():
-    return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
-model, x = made(), torch.ones(2, 5)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-step = TrainStep(model, optimizer, lambda model, batch: model(batch).square().mean(), Plan(parallel="fsdp"))
-step(x)
-expected = model(x)
-try:
-    predict(model, x)
-except FlatoutError as error:
-    print(error)
-checkpoints = Checkpoints(sys.argv[4])
-checkpoints.save(capture(step), step=1)
-checkpoints.wait()
-distributed.barrier()
-whole = made()
-restore(checkpoints.latest(), model=whole)
-torch.testing.assert_close(torch.stack(predict(whole, x).collect()), expected)
-leave()
-"""
-
-
-def test_predicting_with_a_sharded_model_says_what_to_do_and_that_works(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for code, said, errors in run_ranks(PREDICTED, 2, tmp_path / "run"):
-        assert (code, errors) == (0, "")
-        assert said.startswith("the model's weights are sharded over ranks; predict works on a copy")
-        assert said.endswith("flatout.restore(checkpoints.latest(), model=whole)\n")
-
-
 def test_a_part_that_is_missing_is_no_checkpoint(run_ranks: RunRanks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (code, said, errors), (_, other, _) = run_ranks(SAVE, 2, folder, "fails")

@@ -120,7 +120,7 @@ class Runner:
         if how == "packed" and ragged:
             packing = packed_blocks(self.blocks, lengths, self.placed.device)
         with packing:
-            return (self.call or self.placed.model)(*args, **keywords)
+            return (self.call or self.placed)(*args, **keywords)
 
     def cut(self, output: object, samples: Sequence[Sample], *, padded: bool, rows: int | None = None) -> list[object]:
         """The output of each sample, on the CPU, in the dtype that the user's model gives; each in memory of its own.

@@ -1,21 +1,27 @@
 """A private copy of the user's model, as a plan says: dtype, bits, layout, folded norms.
 
 The user's model is read and never changed. Weights are converted while they are copied, so a copy in bf16 costs half
-the memory of the model and nothing besides; what needs no change is shared on request only (`share`).
+the memory of the model and nothing besides. A model in FSDP2, whose ranks gather its layers, is called itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from flatout.arguments import as_device, as_model
+from flatout.data.nested import map_leaves
 from flatout.errors import PlanError, UsageError
+from flatout.infer.output_tensors import is_tensor
 from flatout.infer.prediction.linear import (
     INT_MM_MULTIPLE,
     Int8Linear,
@@ -25,17 +31,24 @@ from flatout.infer.prediction.linear import (
     packs,
     swap_linears,
 )
+from flatout.parallel.collected_state import sent
+from flatout.parallel.parallelize import is_sharded, let_go
+from flatout.parallel.whole_tensors import ELSEWHERE, home_of, ranks_of_calls
 from flatout.plan import Plan
 from flatout.precision.quantize import INT4_GROUP
 from flatout.torch_private.modules import BatchNorm
+from flatout.train.evaluate import evaluating
 from flatout.train.placement import join_recurrent_weights
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Placed:
-    """The copy, and what was done to it."""
+    """The copy, and what was done to it. Call it as the model."""
 
     model: nn.Module
     dtype: torch.dtype
@@ -49,9 +62,35 @@ class Placed:
     """Whose ceiling binds: fp32, bf16, fp16 or int8."""
     channels_last: bool
     remake: Callable[[], nn.Module] | None
-    """Makes a fresh, unmodified copy; None once preparation is done."""
+    """Makes a fresh, unmodified copy; None once preparation is done, and for what is no copy."""
+    is_copy: bool = True
+    """False for a model in FSDP2: it is the user's."""
+    ranks: ProcessGroup | None = None
+    """Those that call it together, each with a part of it; None: this process alone."""
     notes: list[str] = field(default_factory=list)
     """What was done, and what could not be done and why."""
+
+    def __call__(self, *args: object, **keywords: object) -> object:
+        if self.is_copy:
+            return self.model(*args, **keywords)
+        try:
+            output = self.model(*args, **keywords)
+        except BaseException:
+            let_go(self.model, failed=True)
+            raise
+        let_go(self.model)
+        # Ranks decide by what they see: on GPUs two may compute unlike bits, and the first one's are right for all.
+        assert self.ranks is not None, "its parameters are on several"
+        return map_leaves(partial(sent, rank=0, group=self.ranks), output, is_tensor)
+
+    @property
+    def has_stages(self) -> bool:
+        """Are some of its blocks on other ranks?"""
+        return self.ranks is not None and any(getattr(one, ELSEWHERE, False) for one in self.model.parameters())
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around calls: in evaluation mode, in which a copy always is."""
+        return contextlib.nullcontext() if self.is_copy else evaluating(self.model)
 
 
 def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
@@ -69,6 +108,8 @@ def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
     kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
     here = torch.device("cpu") if first is None else first.device
     target = here if device is None else as_device(device)
+    if is_sharded(model):
+        return _as_it_is(model, plan, device)
     if target.type == "meta":
         raise UsageError("device is 'meta'", limit="predict computes with values", remedy="name another, such as 'cpu'")
     check_bits(plan, target)
@@ -91,6 +132,40 @@ def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
         rate=plan.activations or name,
         channels_last=channels_last,
         remake=make,
+        ranks=ranks_of_calls(model),
+    )
+
+
+def _as_it_is(model: nn.Module, plan: Plan, device: Device) -> Placed:
+    """A model in FSDP2. PlanError for choices that would change a copy of it."""
+    changing = ("precision", "weights", "activations", "memory_format", "fold_batch_norm", "compile")
+    choice = next((name for name in changing if getattr(plan, name) is not None), None)
+    if choice is not None:
+        raise PlanError(
+            f"the plan's {choice} is {getattr(plan, choice)!r}, and the model's weights are sharded over ranks (FSDP2)",
+            limit="they are gathered layer by layer, and the model runs as it is",
+            remedy="drop it; for products in bf16, train with fsdp_dtype = 'bf16'",
+        )
+    first = next(one for one in model.parameters() if one.is_floating_point())
+    here = home_of(first)
+    if device is not None and as_device(device) not in (here, torch.device(here.type)):
+        raise UsageError(
+            f"device is {str(device)!r}, and the model's weights are sharded over ranks on {here.type}",
+            limit="they are gathered there",
+            remedy="drop it",
+        )
+    same = len({one.dtype for one in model.parameters() if one.is_floating_point()}) == 1
+    return Placed(
+        model=model,
+        dtype=first.dtype,
+        input_dtype=first.dtype if same else None,
+        result_dtype=None,
+        device=here,
+        rate=next((name for name, dtype in DTYPES.items() if dtype is first.dtype), "fp32"),
+        channels_last=False,
+        remake=None,
+        is_copy=False,
+        ranks=ranks_of_calls(model),
     )
 
 
@@ -112,6 +187,8 @@ def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) ->
     left: list[nn.Linear] = []
 
     def make(layer: nn.Linear) -> nn.Module | None:
+        if getattr(layer.weight, ELSEWHERE, False):
+            return None
         if plan.activations == "int8" and (on_cpu or fits_int_mm(layer)):
             return Int8Linear(layer)
         if plan.activations is None and plan.weights == "int8":
@@ -143,11 +220,14 @@ def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device
 
     def converted(tensor: Tensor) -> Tensor:
         wanted = dtype if dtype and tensor.is_floating_point() and id(tensor) not in kept else tensor.dtype
+        if getattr(tensor, ELSEWHERE, False):  # one NaN in memory, in whatever shape
+            return torch.full((), torch.nan, dtype=wanted, device=device).expand(tensor.shape)
         return tensor.detach().to(device=device, dtype=wanted, copy=True)
 
     with torch.no_grad():
         for parameter in model.parameters():
-            copies[id(parameter)] = nn.Parameter(converted(parameter), requires_grad=False)
+            copies[id(parameter)] = new = nn.Parameter(converted(parameter), requires_grad=False)
+            setattr(new, ELSEWHERE, getattr(parameter, ELSEWHERE, False))
         for buffer in model.buffers():
             copies[id(buffer)] = converted(buffer)
         # A deep copy refuses results of computations that a module keeps, such as a weight that is normed.
@@ -159,10 +239,6 @@ def _converted(model: nn.Module, dtype: torch.dtype | None, device: torch.device
     except Exception as error:
         what = f"the model cannot be copied: {type(error).__name__}: {error}"
         remedy = "keep files, locks and generators out of the model"
-        if hasattr(model, "reshard"):  # of FSDP2
-            what = "the model's weights are sharded over ranks"
-            remedy = "use evaluate or generate on all ranks; or restore a checkpoint of it into a model that is not "
-            remedy += "sharded, and give that one: flatout.restore(checkpoints.latest(), model=whole)"
         raise UsageError(what, limit="predict works on a copy of it", remedy=remedy) from error
     join_recurrent_weights(made)
     config = getattr(made, "config", None)

@@ -68,6 +68,7 @@ def predict(
     model returns for that input without the batch dimension, on the CPU, under a plan's precision in the dtype of the
     model's own weights; where it holds values other than tensors that depend on the input, inputs are run one by one.
     The model itself is not changed: a copy runs, as the plan says. An autocast around the call does not apply.
+    A model that is on several ranks: call it on each of them, with the same inputs; each gets all outputs.
 
     plan: precision, weights (on a GPU only int8, with activations), activations, batching, batch_tokens (2048 on a CPU,
     16384 on a GPU), memory_format, fold_batch_norm, compile, matmul_precision, cudnn_benchmark, threads,
@@ -193,7 +194,7 @@ class Predictions:
         for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
             samples = [one for one in window if isinstance(one, Sample)]
             self._sequences = self._sequences or any(one.is_sequence for one in samples)
-            with self._run.lock, self._as_planned(), torch.no_grad():
+            with self._run.lock, self._as_planned(), self._run.runner.placed.evaluating(), torch.no_grad():
                 start = time.perf_counter()
                 results = self._run.run(samples, self._counts)
             results |= {one.index: one for one in window if isinstance(one, Failed)}

@@ -34,6 +34,8 @@ def prepare(runner: Runner, plan: Plan, samples: Sequence[Sample], *, fold: bool
     """
     if plan.fold_batch_norm and not fold:
         runner.placed.notes.append("batch norms were not folded: the outputs before and after could not be compared")
+    if not runner.placed.is_copy:
+        return
     folded = plan.fold_batch_norm is True and fold and _fold(runner, samples)
     _round_and_pack(runner, plan, samples, folded)
     runner.placed.remake = None  # it holds the user's model

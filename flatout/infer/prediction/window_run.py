@@ -160,7 +160,8 @@ class WindowRun:
             return
         self._prepared = True
         prepare(self.runner, self.plan, samples, fold=not self._in_order)
-        self.runner.blocks = repeated_blocks(self.runner.placed.model)
+        if not self.runner.placed.has_stages:  # packed rows need all blocks here
+            self.runner.blocks = repeated_blocks(self.runner.placed.model)
 
     def _choose(self, kind: Kind, samples: Sequence[Sample]) -> Batching:
         """What the plan asks for and the model allows; tried uncompiled, and again for lengths outside those tried."""
@@ -320,6 +321,12 @@ class WindowRun:
                 remedy="run these with CUDA_LAUNCH_BLOCKING=1, which names the operation that fails",
             ) from error
         no_memory = is_out_of_memory(error)
+        if no_memory and self.runner.placed.ranks is not None:
+            raise MachineError(
+                f"memory ran out on a rank, in a batch of {len(batch)}: {describe_error(error)}",
+                limit="ranks that share a model run the same batches",
+                remedy="use a smaller batch_size, or batch_tokens in the plan",
+            ) from error
         if no_memory:
             self._counts.splits += 1
             if self.runner.placed.device.type == "cuda":
