@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import gc
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,8 +78,8 @@ def ranks(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
             _warn_of_others()
             return Ranks(rank=0, count=1, local_rank=0, device=_device(0))
         _begin(timeout_seconds)
-    local = environment.local_rank()
     rank = distributed.get_rank()
+    local = environment.local_rank() if _exchange is None else 0  # a pretended one has a device like this one
     device = torch.device("cpu") if distributed.get_backend() == "gloo" else _device(rank if local is None else local)
     return Ranks(rank=rank, count=distributed.get_world_size(), local_rank=local or 0, device=device)
 
@@ -252,6 +253,7 @@ def pretended_ranks(count: int, rank: int = 0, exchange: PretendedExchange | Non
             limit="others are pretended in a process that is alone",
             remedy="forecast in a script that is not launched",
         )
+    hook = sys.excepthook
     distributed.init_process_group("fake", rank=rank, world_size=count, store=pretended_store())
     _exchange = exchange or PretendedExchange()
     _exchange.begin()
@@ -261,3 +263,4 @@ def pretended_ranks(count: int, rank: int = 0, exchange: PretendedExchange | Non
         _exchange.end(rank)
         _exchange = None
         distributed.destroy_process_group()
+        sys.excepthook = hook  # torch's own, which names the rank, would stay

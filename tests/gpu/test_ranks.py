@@ -66,9 +66,11 @@ for _ in range(4):
 places = {str(one.device.type) for one in step.model.parameters()}
 places |= {str(one.device.type) for state in optimizer.state.values() for one in state.values()}
 assert not offloaded or (places == {"cpu"} and step.device.type == "cuda"), (places, step.device)
+scores = [float(one.double().abs().sum()) for one in flatout.predict(model, tokens[:5, :12])]  # on all ranks
 backend = str(torch.distributed.get_backend()) if torch.distributed.is_initialized() else None
 if here.rank == 0:
-    print(json.dumps({"losses": losses, "device": str(here.device), "count": here.count, "backend": backend}))
+    known = {"device": str(here.device), "count": here.count, "backend": backend}
+    print(json.dumps({"losses": losses, "scores": scores, **known}))
 if backend and "gloo" in backend:
     sys.stdout.flush()
     torch.distributed.barrier()
@@ -138,6 +140,7 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path, strategy: str) -> None:
     found = trained_by_several(tmp_path, strategy, "")
     assert (found["device"], found["count"]) == ("cuda:0", 2)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
+    torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-3, atol=0)
 
 
 def test_four_ranks_that_share_layers_and_shard_their_parts(tmp_path: Path) -> None:
@@ -145,6 +148,7 @@ def test_four_ranks_that_share_layers_and_shard_their_parts(tmp_path: Path) -> N
     found = trained_by_several(tmp_path, "fsdp+tensor", "", 4)
     assert (found["device"], found["count"]) == ("cuda:0", 4)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
+    torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-3, atol=0)
 
 
 def test_what_fsdp_gathers_on_its_own_streams_has_segments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
