@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -202,6 +202,13 @@ def test_a_batch_that_does_not_fit_is_split_and_later_ones_are_smaller() -> None
     assert splits == 3
     assert len(predictor(inputs).collect()) == 100
     assert predictor(inputs).figures.splits == 0
+
+
+def test_where_ranks_share_the_model_a_batch_that_does_not_fit_ends_the_run() -> None:
+    predictor = Predictor(Picky(rows=5), batch_size=32)
+    predictor.run.runner.placed.ranks = cast("Any", "others, which do not split it")
+    with pytest.raises(MachineError, match=r"memory ran out on a rank, in a batch of 32: .*use a smaller batch_size"):
+        predictor([torch.full((1, 2, 2), float(value)) for value in range(20, 120)]).collect()
 
 
 def test_a_sample_too_large_alone_is_marked() -> None:
