@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.parallel.pipeline.balance import split_evenly
+from flatout.parallel.pipeline.chain import Chain
 from tests.parallel.split_training import MODELS, check_equals_one_process
 from tests.train.conftest import RunRanks
 
@@ -143,6 +146,10 @@ def test_blocks_are_shared_by_time_and_then_by_size() -> None:
     # one more block on either stage takes as long: it goes where less is held
     assert split_evenly([1.0] * 3, [6, 1, 1], before=0.0, after=0.0, stages=2) == [0, 1, 3]
     assert split_evenly([1.0] * 3, [1, 1, 6], before=0.0, after=0.0, stages=2) == [0, 2, 3]
+    # a stage keeps the activations of as many parts as there are stages from it on
+    assert split_evenly([1.0] * 5, [9, 9, 8, 10, 10], before=0.0, after=0.0, stages=2) == [0, 3, 5]
+    kept = [4, 4, 4, 4, 4]
+    assert split_evenly([1.0] * 5, [9, 9, 8, 10, 10], kept=kept, before=0.0, after=0.0, stages=2) == [0, 2, 5]
     with pytest.raises(UsageError, match="has 2 repeated blocks, and there are 3 ranks"):
         split_evenly([1.0] * 2, [1] * 2, before=0.0, after=0.0, stages=3)
 
@@ -368,3 +375,20 @@ def test_a_part_that_does_not_fit_is_said_to_be_one(run_ranks: RunRanks) -> None
     printed = run_ranks(FAILING, 2, "too_large")[0][1]
     assert printed.startswith("MachineError out of memory on one rank; it cannot start its share of a step again alone")
     assert printed.endswith("use a smaller batch or a larger micro_batches\n")
+
+
+def test_what_a_block_keeps_of_a_part_is_known_and_let_go() -> None:
+    class Block(nn.Module):
+        def __init__(self, wide: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, wide), nn.Linear(wide, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).tanh())
+
+    model = nn.Sequential(Block(16), Block(64), Block(16))
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        kept = Chain(model).kept_bytes(lambda: model(x))
+    assert kept == [4 * 5 * (8 + wide) for wide in (16, 64, 16)]  # the inputs of both layers; tanh keeps its output
+    assert all(one.grad is None for one in model.parameters())

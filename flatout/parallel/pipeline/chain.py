@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout.data.nested import map_tensors
 from flatout.errors import UsageError
 from flatout.levers.compile import repeated_blocks
 
@@ -151,6 +152,35 @@ class Chain:
             after_seconds=after,
         )
 
+    def kept_bytes(self, forward: Callable[[], object]) -> list[int]:
+        """Run one forward of the whole model. Of each block, the activations that it keeps for its backward pass: those
+        of one block at a time are in memory."""
+        found = [0] * len(self.blocks)
+
+        def watched(i: int) -> StandIn:
+            def call(*args: object, **kwargs: object) -> object:
+                hidden = hidden_of((args, kwargs))
+                assert hidden is not None, "observe has seen one"
+                own = {_storage(one) for one in self.blocks[i].parameters()}
+                seen: dict[int, int] = {}
+
+                def note(saved: Tensor) -> None:
+                    if (storage := _storage(saved)) not in own:
+                        seen[storage] = saved.untyped_storage().nbytes()
+
+                with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _never_read):
+                    given = hidden.detach().requires_grad_() * 1  # no leaf: a block may change it in place
+                    output = _called(self.blocks[i], (args, kwargs), given)
+                seen.setdefault(_storage(given), given.nbytes)  # a checkpoint keeps it without saying so
+                found[i] = sum(seen.values())
+                return map_tensors(Tensor.detach, output)
+
+            return StandIn(call)
+
+        with self.replaced(watched):
+            forward()
+        return found
+
     def stage(self, forward: Callable[[], Tensor], first: int, last: int, received: Tensor | None) -> Tensor:
         """What blocks first to last - 1 make of `received`: the last stage's is what `forward` returns."""
 
@@ -233,6 +263,15 @@ def _called(block: nn.Module, arguments: Arguments, hidden: Tensor) -> object:
         return block(hidden, *args[1:], **kwargs)
     name = next(name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
     return block(**{**kwargs, name: hidden})
+
+
+def _never_read(saved: object) -> Tensor:
+    raise AssertionError("no backward pass follows")
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _wait(tensor: Tensor) -> None:

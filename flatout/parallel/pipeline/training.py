@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 TIMES = 3
 """Forward passes that are timed, after one that is not."""
+HELD_OF_PARAMETERS = 4
+"""How often a stage holds the bytes of its parameters: with gradients, and two moments of an optimizer."""
 
 
 def in_stages(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Strategy:
@@ -105,6 +107,7 @@ class Stages:
         buffers = found_buffers(buffers_of(model))
         try:
             every = self._observed(forward)
+            kept = self.chain.kept_bytes(forward)
         finally:
             changed = [one for one in buffers if one.put_back()]
         inside = {id(module) for block in blocks for module in block.modules()}
@@ -118,9 +121,10 @@ class Stages:
             )
         if self.across.rank == 0:
             seconds = [min(one.seconds[i] for one in every) for i in range(len(blocks))]
-            sizes = [sum(one.nbytes for one in block.parameters()) for block in blocks]
+            sizes = [HELD_OF_PARAMETERS * sum(one.nbytes for one in block.parameters()) for block in blocks]
             before, after = min(one.before_seconds for one in every), min(one.after_seconds for one in every)
-            self.begins = split_evenly(seconds, sizes, before=before, after=after, stages=self.across.count)
+            stages = self.across.count
+            self.begins = split_evenly(seconds, sizes, kept=kept, before=before, after=after, stages=stages)
         self.begins = self.across.of_rank(0, self.begins)
         model.__dict__["forward"] = MethodType(_relayed, model)
         return Ownership(model, blocks, self.begins, self.across)
