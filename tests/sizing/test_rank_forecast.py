@@ -14,6 +14,8 @@ from flatout.errors import UsageError
 from flatout.memory.forecast import MemoryForecast
 from flatout.sizing.exchanges import all_reduced_bytes
 
+NEWER_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""It lets go of whole gradients before they are sent."""
 PARAMETERS = 64 * 64 + 64 + 2 * (64 * 64 + 64) + 64 * 8 + 8
 
 
@@ -67,7 +69,7 @@ def test_the_peak_of_fsdp_is_what_is_held_when_gradients_are_scattered() -> None
     batch = torch.zeros(4, 600), torch.zeros(4, dtype=torch.int64)
     for ranks in (2, 4):
         parts = 4  # of the weights, both moments and the gradients
-        whole = 3  # the gradients, the same in the order of ranks, and gloo's copy of that
+        whole = 2 if NEWER_FSDP else 3  # the gradients in the order of ranks, gloo's copy, and the gradients before
         peak = flatout.forecast(step, batch, ranks=ranks).peak_bytes
         assert peak == pytest.approx(4 * 600 * 600 * (parts / ranks + whole), rel=0.03), ranks
 
@@ -191,7 +193,8 @@ def test_more_ranks_hold_less_each() -> None:
 
 def test_options_of_fsdp_change_what_a_rank_holds() -> None:
     plain = forecast_of("fsdp", 4).peak_bytes
-    assert forecast_of("fsdp", 4, fsdp_keep_gathered=True).peak_bytes > plain
+    gathered = forecast_of("fsdp", 4, fsdp_keep_gathered=True).peak_bytes
+    assert gathered == plain if NEWER_FSDP else gathered > plain  # a single block is gathered at the peak anyway
     assert forecast_of("fsdp", 4, fsdp_dtype="bf16").peak_bytes < plain
     alone = flatout.forecast(step_of("fsdp", fsdp_dtype="bf16"), BATCH)  # without ranks nothing is sharded
     assert alone.peak_bytes == flatout.forecast(step_of(None), BATCH).peak_bytes
