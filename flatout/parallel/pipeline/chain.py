@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatout.data.nested import map_tensors
 from flatout.errors import UsageError
@@ -162,7 +163,7 @@ class Chain:
                 hidden = hidden_of((args, kwargs))
                 assert hidden is not None, "observe has seen one"
                 own = {_storage(one) for one in self.blocks[i].parameters()}
-                seen: dict[int, int] = {}
+                seen: dict[StorageWeakRef, int] = {}
 
                 def note(saved: Tensor) -> None:
                     if (storage := _storage(saved)) not in own:
@@ -269,9 +270,8 @@ def _never_read(saved: object) -> Tensor:
     raise AssertionError("no backward pass follows")
 
 
-def _storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _wait(tensor: Tensor) -> None:
