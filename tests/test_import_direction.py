@@ -20,12 +20,13 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 
 # fmt: off
 ROOMS = [
-    "errors", "decoding", "torch_private", "whole_files", "file_locks", "temporary_folders", "units", "terminal",
-    "notebook_tables", "signals", "descendants", "tracebacks", "replaced", "generators", "parameters", "buffers",
-    "tensor_bytes", "statistics", "sequential", "timing", "flops", "environment", "machine", "plan_document",
-    "plan_choices", "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models",
-    "levers", "parallel", "search", "checkpoint", "train", "infer", "profiling", "script", "diagnose", "tuning",
-    "sizing", "strategies", "predicted_time", "source_patch", "bench", "report", "serve", "application", "cli",
+    "errors", "decoding", "torch_private", "whole_files", "file_locks", "temporary_folders", "units",
+    "terminal", "notebook_tables", "signals", "descendants", "tracebacks", "replaced", "generators",
+    "parameters", "buffers", "tensor_bytes", "statistics", "sequential", "timing", "flops", "operator_bytes",
+    "environment", "machine", "plan_document", "plan_choices", "private_details", "plan", "arguments",
+    "precision", "kernels", "memory", "data", "models", "levers", "parallel", "search", "checkpoint", "train",
+    "infer", "profiling", "script", "diagnose", "tuning", "sizing", "strategies", "predicted_time",
+    "source_patch", "bench", "report", "serve", "application", "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""

@@ -8,16 +8,16 @@ replay: it grows with the bytes that operators read, and on fewer threads as the
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from flatout.data.nested import leaves_in, map_leaves, map_tensors
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
-from flatout.profiling.operator_classes import moves_no_data, operator_class
+from flatout.operator_bytes import moves_no_data
+from flatout.profiling.operator_classes import operator_class
 from flatout.profiling.step_operators import Operator, of_followed, summed
 from flatout.statistics import median
 from flatout.units import format_seconds
@@ -180,6 +180,7 @@ def _measured(training: Training) -> float:
 
 def _calls(training: Training, samples: int) -> dict[str, _Call]:
     """By operator and what it is given."""
+    from flatout.sizing.forecasting import fake_step
     from flatout.torch_private.attributes import name_in_schema
     from flatout.torch_private.dispatch import ListeningMode
 
@@ -193,8 +194,10 @@ def _calls(training: Training, samples: int) -> dict[str, _Call]:
                 found.setdefault(f"{func} {call.args} {call.kwargs}", call).count += 1
             return func(*args, **kwargs)
 
-    with fake_step(training, samples, as_on_cuda=False) as step, Recorder():
-        step()
+    with fake_step(training, samples) as (step, batch):
+        step(batch)  # after which the optimizer has its state
+        with Recorder():
+            step(batch)
     return found
 
 
@@ -262,34 +265,15 @@ def followed(training: Training, samples: int, *, as_on_cuda: bool) -> tuple[Ope
     where not the whole step could be followed.
     """
     from flatout.profiling.following import OperatorFollower
+    from flatout.sizing.forecasting import fake_step
 
     follower = OperatorFollower()
-    with fake_step(training, samples, as_on_cuda=as_on_cuda) as step, follower:
-        step()
+    with fake_step(training, samples, as_on_cuda=as_on_cuda) as (step, batch):
+        step(batch)
+        with follower:
+            step(batch)
     if follower.incomplete:
         raise UsageError(
             f"not the whole step was followed: {follower.incomplete}", limit="a part of a step predicts no step"
         )
     return summed(of_followed(follower.operators))
-
-
-@contextlib.contextmanager
-def fake_step(training: Training, samples: int, *, as_on_cuda: bool) -> Iterator[Callable[[], object]]:
-    """A step of copies on fake tensors, which was taken once: the optimizer has its state."""
-    from flatout.memory.fake_run import FakeRun, ValuesForOptimizers, operations_as_on_cuda, torch_keeps_quiet
-    from flatout.sizing.forecasting import default_to_foreach, on_fake_copies
-
-    world = FakeRun()
-    fake = on_fake_copies(world, training, samples)
-    if as_on_cuda:
-        default_to_foreach(fake.optimizer)
-    on_cpu = training.device_type == "cpu"
-    cuda = operations_as_on_cuda() if as_on_cuda and on_cpu else contextlib.nullcontext()
-    with torch_keeps_quiet(), generators_kept(), world, cuda, ValuesForOptimizers():
-        step = fake.make_step()
-        try:
-            fake.model.train()
-            step(fake.batch)
-            yield lambda: step(fake.batch)
-        finally:
-            step.close()

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from flatout.flops import OperationCount
-from flatout.profiling.operator_classes import moves_no_data
+from flatout.operator_bytes import moved_bytes, tensors_among
 from flatout.profiling.profile import Phase
-from flatout.torch_private.attributes import changed_arguments, name_in_schema
+from flatout.torch_private.attributes import name_in_schema
 from flatout.torch_private.dispatch import (
     ListeningMode,
     current_graph_task,
@@ -36,7 +36,6 @@ from flatout.torch_private.dispatch import (
     node_number,
     without_torch_function,
 )
-from flatout.torch_private.tensors import stored_parts
 from flatout.tracebacks import is_users_file
 
 if TYPE_CHECKING:
@@ -50,13 +49,6 @@ MOST_OPERATORS = 200_000
 _LOADING = os.sep + os.path.join("torch", "utils", "data") + os.sep
 _FETCHES = ("__next__", "_next_data")
 _UPDATING = os.sep + os.path.join("torch", "optim") + os.sep
-_LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_embedding_bag")
-"""They read as much as they return, not all of their first argument."""
-_OVERWRITES = (
-    *("aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_", "aten::_foreach_zero_"),
-    *("aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::random_", "aten::exponential_"),
-)
-"""They do not read what they write to, their first argument."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +176,7 @@ class OperatorFollower:
         operation, args, kwargs, out = call
         name = name_in_schema(operation)
         phase, origin = where
-        devices = {one.device for one in (*_tensors(tuple(args)), *_tensors(out)) if one.dim()}
+        devices = {one.device for one in (*tensors_among(tuple(args)), *tensors_among(out)) if one.dim()}
         self.devices |= devices
         if len({one.type for one in devices}) > 1 and phase in ("forward", "evaluation", "other"):
             phase = "copies"
@@ -194,7 +186,7 @@ class OperatorFollower:
                 shapes=shapes_of(args, kwargs),
                 dtype=_dtype(args, out),
                 flops=self._counted(name, call),
-                size_bytes=_traffic(name, call),
+                size_bytes=moved_bytes(*call),
                 phase=phase,
                 origin=origin,
             )
@@ -315,41 +307,8 @@ def shapes_of(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[tup
     return tuple(tuple(one.shape) for one in tensors if one.dim())
 
 
-def _tensors(values: object) -> Iterator[Tensor]:
-    for value in values if isinstance(values, (tuple, list)) else (values,):
-        if isinstance(value, (tuple, list)):
-            yield from (inner for inner in value if isinstance(inner, Tensor))
-        elif isinstance(value, Tensor):
-            yield value
-
-
-def _size(tensor: Tensor) -> int:
-    """Bytes that reading it touches: an expanded or a sparse tensor is smaller than it looks."""
-    if tensor.layout != torch.strided:
-        return sum(one.numel() * one.element_size() for one in stored_parts(tensor))
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride or size == 0:
-            count *= size
-    return count * tensor.element_size()
-
-
-def _traffic(name: str, call: Call) -> float:
-    if moves_no_data(name):
-        return 0.0
-    operation, args, kwargs, out = call
-    if out is None:  # what changes lists of tensors in place returns nothing
-        out = tuple(args[place] for place in changed_arguments(operation) if place < len(args))
-    written = [_size(one) for one in _tensors(out)]
-    given = args[1:] if name in _OVERWRITES else args
-    read = [_size(one) for one in (*_tensors(tuple(given)), *_tensors(tuple(kwargs.values())))]
-    if name in _LOOKUPS and read:
-        read[0] = min(read[0], sum(written))
-    return float(sum(read) + sum(written))
-
-
 def _dtype(args: Sequence[object], out: object) -> str:
     """Of the first argument in floating point, else of the first tensor; '' without one."""
-    tensors = [*_tensors(tuple(args)), *_tensors(out)]
+    tensors = [*tensors_among(tuple(args)), *tensors_among(out)]
     found = next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
     return "" if found is None else str(found.dtype).removeprefix("torch.")

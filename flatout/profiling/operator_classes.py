@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
+from flatout.operator_bytes import moves_no_data
 from flatout.profiling.profile import OperatorClass
 
 PRODUCTS: Final[frozenset[OperatorClass]] = frozenset({"matmul", "convolution", "attention", "recurrent"})
@@ -72,21 +73,4 @@ def operator_class(name: str) -> OperatorClass:
     for part, found in _WITHIN:
         if part in plain:
             return found
-    return "pointwise" if space == "aten" and plain not in _NO_WORK else "other"
-
-
-# fmt: off
-_NO_WORK = frozenset({
-    "view", "reshape", "_reshape_alias", "_unsafe_view", "transpose", "t", "permute", "expand", "as_strided", "slice",
-    "select", "squeeze", "unsqueeze", "unbind", "split", "split_with_sizes", "chunk", "narrow", "detach", "detach_",
-    "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "unfold",
-    "view_as", "expand_as", "diagonal", "lift", "lift_fresh", "is_same_size", "result_type", "item", "is_nonzero",
-    "record_stream", "to", "zero_grad", "flatten", "unflatten", "movedim", "swapaxes", "numpy_T", "adjoint", "mT",
-    "real", "imag",
-})
-# fmt: on
-
-
-def moves_no_data(name: str) -> bool:
-    """Views, and results that nothing has filled yet: they touch no memory."""
-    return name.partition("::")[2] in _NO_WORK
+    return "pointwise" if space == "aten" and not moves_no_data(name) else "other"

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.profiling.operator_classes import moves_no_data, operator_class
+from flatout.operator_bytes import moves_no_data
+from flatout.profiling.operator_classes import operator_class
 from flatout.profiling.profile import OperatorClass
 from flatout.replaced import replaced
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -49,8 +48,6 @@ from flatout.plan import shares_of_batch
 from flatout.sizing.real_steps import forecast_from_real_steps
 from flatout.sizing.target import find_target
 from flatout.sizing.training import (
-    STEPS_FOLLOWED,
-    STEPS_OF_RANKS,
     Training,
     cannot_be_copied,
     carried_out,
@@ -247,21 +244,24 @@ def _of_largest_stage(training: Training, target: Target, batch_size: int) -> Me
 
 @contextlib.contextmanager
 def fake_step(
-    training: Training, samples: int | None = None, *observers: AbstractContextManager[object]
+    training: Training, samples: int | None = None, *, as_on_cuda: bool = False
 ) -> Iterator[tuple[TrainStep, object]]:
-    """(a step that runs on fake tensors, of the rank that the training is of, and its batch); observers: dispatch modes
-    that see its operations."""
+    """(a step that runs on fake tensors, of the rank that the training is of, and its batch). Nothing of the training
+    is changed. as_on_cuda: with the kernels that CUDA has, and the optimizer's updates for all weights at once."""
     world = FakeRun()
     fake = on_fake_copies(world, training, samples)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch_keeps_quiet())
-        stack.enter_context(pretended_ranks(training.ranks, training.rank, training.exchange))
-        stack.enter_context(generators_kept())
-        for mode in (world, RealTensorsKept(), *observers):
-            stack.enter_context(mode)
+    if as_on_cuda:
+        default_to_foreach(fake.optimizer)
+    on_cpu = training.device_type == "cpu"
+    cuda = operations_as_on_cuda() if as_on_cuda and on_cpu else contextlib.nullcontext()
+    ranks = pretended_ranks(training.ranks, training.rank, training.exchange)
+    with torch_keeps_quiet(), ranks, generators_kept(), world, RealTensorsKept(), cuda, ValuesForOptimizers():
+        fake.model.train()
         step = fake.make_step()
-        stack.callback(step.close)
-        yield step, fake.batch
+        try:
+            yield step, fake.batch
+        finally:
+            step.close()
 
 
 def count_operations(training: Training) -> float:
@@ -379,7 +379,7 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
         )
     return _FakeSteps(
         timeline=tracker.timeline(),
-        offloaded_bytes=host.moved_bytes // (STEPS_FOLLOWED if training.ranks == 1 else STEPS_OF_RANKS),
+        offloaded_bytes=host.moved_bytes // training.steps_followed,
         not_in_force=tuple(step.rolled_back),
     )
 

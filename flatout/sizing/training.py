@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from flatout.machine.ranks import PretendedExchange
     from flatout.memory.tracking import Tracker
 
-STEPS_FOLLOWED = 2
-"""The first makes the optimizer's state, the second has it from the start."""
-STEPS_OF_RANKS = 3
-"""DDP begins with the second."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
@@ -96,6 +91,11 @@ class Training:
         """A step under the plan, of parts that nothing else trains."""
         assert self.model is not self.origin.model, "its levers are on already"
         return self.origin.for_copies(self.plan, self.model, self.optimizer, self.loss_fn)
+
+    @property
+    def steps_followed(self) -> int:
+        """Until one is like all that follow: the first makes the optimizer's state, and DDP begins with the second."""
+        return 2 if self.ranks == 1 or self.plan.parallel == "pipeline" else 3
 
     @property
     def device_type(self) -> str:
@@ -186,7 +186,7 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
     closing.callback(step.close)
     tracker.hold(training.weights(), "weights")  # a lever may have changed their layout
     tracker.in_step = True
-    for number in range(STEPS_FOLLOWED if training.ranks == 1 else STEPS_OF_RANKS):
+    for number in range(training.steps_followed):
         tracker.step = number
         step(batch)
     return step

@@ -23,11 +23,12 @@ from flatout.models import GPT2, MLP, GPT2Config, MLPConfig
 from flatout.precision.matmul import matmul_precision
 from flatout.predicted_time import predicting, replayed
 from flatout.predicted_time.predicting import USUAL_DEVICES
-from flatout.predicted_time.replayed import fake_step, followed
+from flatout.predicted_time.replayed import followed
 from flatout.profiling import following
 from flatout.profiling.following import FollowedOperator, OperatorFollower, Origin
 from flatout.profiling.step_operators import Operator, StepOperators, as_one, marked
 from flatout.script.entry import Target
+from flatout.sizing.forecasting import fake_step
 from flatout.sizing.training import Training
 from flatout.timing import Load
 
@@ -354,8 +355,8 @@ def test_attention_that_one_module_calls_twice_counts_twice() -> None:
 def test_nothing_of_a_fake_step_is_computed() -> None:
     step, batch = mlp_step()
     before = [one.clone() for one in step.model.parameters()]
-    with fake_step(Training.of(step, batch), 8, as_on_cuda=False) as fake:
-        fake()
+    with fake_step(Training.of(step, batch), 8) as (fake, samples):
+        fake(samples)
     assert all(torch.equal(one, other) for one, other in zip(step.model.parameters(), before, strict=True))
     assert not step.optimizer.state
 

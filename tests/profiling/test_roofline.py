@@ -10,7 +10,8 @@ import pytest
 
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Gpu, Machine
-from flatout.profiling.operator_classes import moves_no_data, operator_class
+from flatout.operator_bytes import moves_no_data
+from flatout.profiling.operator_classes import operator_class
 from flatout.profiling.profile import KernelRow, OperatorClass, OperatorRow
 from flatout.profiling.roofline import matrix_units, roofline
 
