@@ -1,17 +1,14 @@
-"""The bytes that an operator reads and writes, by what it is given and returns. Importing this imports torch."""
+"""The bytes that an operator reads and writes, by what it is given and returns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from flatout.torch_private.attributes import changed_arguments, name_in_schema
-from flatout.torch_private.tensors import stored_parts
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch._ops import OpOverload
 
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_embedding_bag")
@@ -57,6 +54,8 @@ def moved_bytes(
 
 def tensors_among(values: object) -> Iterator[Tensor]:
     """Among arguments or results, and in lists of them."""
+    from torch import Tensor
+
     for value in values if isinstance(values, (tuple, list)) else (values,):
         if isinstance(value, (tuple, list)):
             yield from (inner for inner in value if isinstance(inner, Tensor))
@@ -66,7 +65,11 @@ def tensors_among(values: object) -> Iterator[Tensor]:
 
 def _touched_bytes(tensor: Tensor) -> int:
     """That reading it touches: an expanded or a sparse tensor is smaller than it looks."""
+    import torch
+
     if tensor.layout != torch.strided:
+        from flatout.torch_private.tensors import stored_parts
+
         return sum(one.numel() * one.element_size() for one in stored_parts(tensor))
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from flatout.flops import OperationCount
 from flatout.levers.bf16_kernels import LEAST_IN_ATTENTION, LEAST_IN_LINEAR
 from flatout.levers.observed import StepWork
+from flatout.operator_bytes import tensors_among
 from flatout.torch_private.attributes import packet_of
 from flatout.torch_private.dispatch import ListeningMode, without_torch_function
 
@@ -74,9 +75,9 @@ class _WorkMode(ListeningMode):
         with without_torch_function():  # the script's own modes must not see our operations
             if self._formulas is not None:
                 self._count(self._formulas.of(func, args, kwargs, out) or 0.0, func)
-            for tensor in _tensors_among(args):
+            for tensor in tensors_among(args):
                 self._look_at(tensor)
-            for tensor in _tensors_among(out):
+            for tensor in tensors_among(out):
                 self._look_at(tensor)
         if self.denormal > before:
             self._at_denormals(self.denormal - before)
@@ -98,15 +99,6 @@ class _WorkMode(ListeningMode):
         values = _sampled(tensor.detach())
         self.looked_at += values.numel()
         self.denormal += int(((values != 0) & (values.abs() < TINY)).sum())
-
-
-def _tensors_among(values: object) -> Iterator[torch.Tensor]:
-    """Tensors among an operation's arguments or results, which nest no deeper than lists of tensors."""
-    for value in values if isinstance(values, (tuple, list)) else (values,):
-        if isinstance(value, (tuple, list)):
-            yield from (inner for inner in value if isinstance(inner, torch.Tensor))
-        elif isinstance(value, torch.Tensor):
-            yield value
 
 
 def _denormal_slowdown() -> float:
