@@ -40,7 +40,7 @@ $(STAND_IN)/libhost_executor.so: $(CUDA_VENV)/bin/python tests/gpu/stand_in/buil
 	tests/gpu/stand_in/build $(CUDA_VENV) $(STAND_IN) $(FAKEGPU)
 
 test-gpu-stand-in: $(STAND_IN)/libhost_executor.so
-	STAND_IN=$(STAND_IN) PYTHONPATH=$(CURDIR) tests/gpu/stand_in/gpu $(CUDA_VENV)/bin/python -m pytest tests/gpu
+	STAND_IN=$(STAND_IN) PYTHONPATH=$(CURDIR) tests/gpu/stand_in/gpu --gpus 2 $(CUDA_VENV)/bin/python -m pytest tests/gpu
 
 check: install
 	$(BIN)/ruff check .

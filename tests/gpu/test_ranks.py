@@ -1,7 +1,5 @@
-"""Ranks that train on a GPU against the same training without ranks: one over NCCL, and two that share a GPU over gloo.
-
-NCCL refuses two ranks on one GPU, and does not start under the stand-in; gloo moves CUDA tensors as well.
-"""
+"""Ranks that train on GPUs against the same training without ranks: over NCCL with a GPU each, and two that share one
+over gloo, as NCCL refuses two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from torch import distributed
 import flatout
 from flatout.memory.tracking import Tracker
 
-NCCL = distributed.is_available() and distributed.is_nccl_available() and "STAND_IN" not in os.environ
+NCCL = distributed.is_available() and distributed.is_nccl_available()
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and distributed.is_available()), reason="needs a CUDA GPU and torch.distributed"
 )
@@ -32,6 +30,7 @@ from torch.nn.functional import cross_entropy
 
 strategy, precision, backend = sys.argv[1:]
 strategy, _, offloaded = strategy.partition("-")
+shared = strategy in ("tensor", "pipeline")
 together = 2 if strategy == "fsdp+tensor" else 1
 if backend:
     torch.cuda.set_device(0)
@@ -47,13 +46,15 @@ if not offloaded:
     model.to(here.device)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1)).to(here.device)
-mine = tokens.chunk(here.count // together)[here.rank // together]
+mine = tokens if shared else tokens.chunk(here.count // together)[here.rank // together]
 
 def loss(model, batch):
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 kind = None if strategy == "none" else strategy.partition("+")[0]
 plan = flatout.Plan(parallel=kind, tensor_ranks=together if together > 1 else None, precision=precision or None)
+if kind == "pipeline":
+    plan = plan.with_choice("micro_batches", 2, "one for each stage")
 if offloaded:
     plan = plan.with_choice("fsdp_cpu_offload", True, "the model does not fit")
 step = flatout.TrainStep(model, optimizer, loss, plan, clip_norm=0.5)
@@ -86,7 +87,7 @@ def script(folder: Path) -> str:
 
 def found_in(text: str) -> dict[str, object]:
     line = next(one for one in text.splitlines() if "losses" in one)
-    found: dict[str, object] = json.loads(line[line.index("{") :])
+    found: dict[str, object] = json.JSONDecoder().raw_decode(line[line.index("{") :])[0]
     return found
 
 
@@ -132,6 +133,17 @@ def test_one_rank_over_nccl(tmp_path: Path, precision: str) -> None:
         assert (found["device"], found["count"]) == ("cuda:0", 1)
         assert "nccl" in str(found["backend"])
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=2e-2 if precision else 1e-4, atol=0)
+
+
+@pytest.mark.skipif(not NCCL or torch.cuda.device_count() < 2, reason="needs NCCL and two GPUs")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp-offloaded", "tensor", "pipeline"])
+def test_two_ranks_over_nccl_with_a_gpu_each(tmp_path: Path, strategy: str) -> None:
+    expected = trained(tmp_path, "none", "")
+    found = trained(tmp_path, strategy, "", "-m", "flatout", "launch", "--nproc-per-node", "2")
+    assert (found["device"], found["count"]) == ("cuda:0", 2)
+    assert "nccl" in str(found["backend"])
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
+    torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp-offloaded"])

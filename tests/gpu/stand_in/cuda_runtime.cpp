@@ -93,6 +93,13 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 
+// torch gives its ranks streams of a priority of their own.
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+
 // Graphs: a graph is a number; the executor keeps what was recorded under it.
 
 int stand_in_captured_graph() { return captured_graph; }

@@ -9,6 +9,7 @@
 #include <c10/util/Logging.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -168,12 +169,16 @@ const std::unordered_set<std::string> mixing = {
 
 void check_devices(const c10::OperatorName& name, const Stack& stack, size_t start) {
   if (mixing.count(name.name)) return;
+  const bool lists_may_mix = name.name.find("_foreach_") != std::string::npos || !name.name.find("aten::_fused_");
   std::vector<Tensor> all;
   for (size_t i = start; i < stack.size(); i++) append_tensors(stack[i], all);
+  const auto first = std::find_if(all.begin(), all.end(), [](const Tensor& one) { return one.is_cuda(); });
+  if (first == all.end()) return;
+  const auto device = first->device();
   for (auto& one : all) {
-    TORCH_CHECK(one.is_cuda() || one.dim() == 0,
-                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (",
-                full_name(name), ")");
+    const bool same = one.is_cuda() ? lists_may_mix || one.device() == device : one.dim() == 0;
+    TORCH_CHECK(same, "Expected all tensors to be on the same device, but found at least two devices, ", device, " and ",
+                one.device(), "! (", full_name(name), ")");
   }
 }
 
