@@ -109,6 +109,12 @@ _WHOLE_PARAMETERS = Requirement(
     "it needs whole parameters, of which each rank then has a part",
     "drop one of the two, or set parallel = 'zero1'",
 )
+_ONE_MODEL = Requirement(
+    "parallel",
+    lambda kind: kind != "dp",
+    "it acts on the model itself, and 'dp' computes with copies that it makes in every step",
+    "drop one of the two, or set parallel = 'ddp'",
+)
 _WITH_DDP = Requirement("parallel", _in("ddp", "zero1"), "it is an option of torch's DDP", "set parallel = 'ddp'")
 _WITH_FSDP = Requirement("parallel", _in("fsdp"), "it is an option of FSDP", "set parallel = 'fsdp'")
 
@@ -228,6 +234,7 @@ class Choices:
         exactness="rounding",
         levers=("attention:FusedAttention",),
         in_forecasts=False,
+        requires=(_ONE_MODEL,),
     )
     normalization: Literal["fused"] | None = choice(
         "batch norms in training on the CPU: fused = with the addition and the ReLU after them, in one kernel",
@@ -236,6 +243,7 @@ class Choices:
         levers=("fused_norm:FusedNorm",),
         pairs_with=("precision", "memory_format"),
         in_forecasts=False,
+        requires=(_ONE_MODEL,),
     )
     kernels: Literal["bf16"] | None = choice(
         "linear layers, attention and GELU on the CPU: bf16 = by Flatout's kernels, with products in bf16",
@@ -244,7 +252,10 @@ class Choices:
         levers=("bf16_kernels:Bf16Kernels",),
         pairs_with=("precision",),
         in_forecasts=False,
-        requires=(_WHOLE_PARAMETERS,),
+        requires=(
+            _ONE_MODEL,
+            _WHOLE_PARAMETERS,
+        ),
     )
     loss: Literal["chunked"] | None = choice(
         "cross-entropy of a last linear layer's scores: chunked = these are never held whole (saves memory)",
@@ -252,7 +263,10 @@ class Choices:
         exactness="rounding",
         aim="memory",
         levers=("chunked_loss:ChunkedLoss",),
-        requires=(_WHOLE_PARAMETERS,),
+        requires=(
+            _ONE_MODEL,
+            _WHOLE_PARAMETERS,
+        ),
     )
     precision: Literal["fp32", "bf16", "fp16"] | None = choice(
         "dtype of autocast regions; fp16 also scales the loss, so that small gradients do not vanish",
@@ -276,6 +290,7 @@ class Choices:
         replaces=("attention",),
         pairs_with=("precision", "threads"),
         in_forecasts=False,
+        requires=(_ONE_MODEL,),
     )
     allocator: Literal["retain", "jemalloc", "tcmalloc", "mimalloc"] | None = choice(
         "CPU memory: retain = glibc keeps freed memory for reuse, in huge pages; else the allocator to preload",
@@ -293,8 +308,9 @@ class Choices:
         high=1024,
         in_forecasts=False,
     )
-    parallel: Literal["ddp", "zero1", "fsdp", "tensor", "pipeline"] | None = choice(
-        "ranks split: ddp = batch, zero1 = and optimizer state, fsdp = and weights; tensor = layers, pipeline = blocks",
+    parallel: Literal["dp", "ddp", "zero1", "fsdp", "tensor", "pipeline"] | None = choice(
+        "ranks split: ddp = batch, zero1 = and optimizer state, fsdp = weights; tensor = layers, pipeline = blocks; "
+        "dp: one process with several GPUs splits batches, and copies weights in every step (prefer ddp)",
         scopes=("step", "batches"),
         exactness="rounding",
         in_forecasts=False,
@@ -400,7 +416,10 @@ class Choices:
         exactness="bit-identical",
         aim="memory",
         levers=("activation_offload:ActivationOffload",),
-        requires=(_WHOLE_PARAMETERS,),
+        requires=(
+            _ONE_MODEL,
+            _WHOLE_PARAMETERS,
+        ),
     )
     activation_checkpointing: Literal["block", "selective"] | None = choice(
         "recompute activations in backward: block = all of each repeated block, selective = not matmuls and attention",
@@ -408,6 +427,7 @@ class Choices:
         exactness="bit-identical",
         aim="memory",
         levers=("activation_checkpointing:ActivationCheckpointing",),
+        requires=(_ONE_MODEL,),
     )
     checkpointed_blocks: int | None = choice(
         "of how many repeated blocks, from the first, activations are recomputed; unset = of all",
@@ -432,6 +452,7 @@ class Choices:
         aim="memory",
         levers=("optimizer_in_backward:OptimizerInBackward",),
         requires=(
+            _ONE_MODEL,
             _WHOLE_PARAMETERS,
             Requirement("micro_batches", _in(None, 1), _ALL_GRADIENTS),
             Requirement("nonfinite", _in(None), _ALL_GRADIENTS),
@@ -448,7 +469,7 @@ class Choices:
         requires=(
             Requirement(
                 "parallel",
-                _in(None, "ddp"),
+                _in(None, "dp", "ddp"),
                 "it needs whole parameters and their whole state, of which each rank then has a part",
                 "drop one of the two, or set parallel = 'ddp'",
             ),

@@ -23,9 +23,9 @@ ROOMS = [
     "errors", "decoding", "torch_private", "whole_files", "file_locks", "temporary_folders", "units",
     "terminal", "notebook_tables", "signals", "descendants", "tracebacks", "replaced", "generators",
     "parameters", "buffers", "tensor_bytes", "statistics", "sequential", "timing", "flops", "operator_bytes",
-    "environment", "machine", "plan_document", "plan_choices", "private_details", "plan", "arguments",
-    "precision", "kernels", "memory", "data", "models", "levers", "parallel", "search", "checkpoint", "train",
-    "infer", "profiling", "script", "diagnose", "tuning", "sizing", "strategies", "predicted_time",
+    "environment", "evaluation_mode", "machine", "plan_document", "plan_choices", "private_details", "plan",
+    "arguments", "precision", "kernels", "memory", "data", "models", "levers", "parallel", "search", "checkpoint",
+    "train", "infer", "profiling", "script", "diagnose", "tuning", "sizing", "strategies", "predicted_time",
     "source_patch", "bench", "report", "serve", "application", "cli",
 ]
 # fmt: on

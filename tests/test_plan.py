@@ -105,6 +105,9 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
         fields |= dict.fromkeys(whole)
     if fields["parallel"] == "zero1":
         fields |= {"optimizer_state": None}
+    if fields["parallel"] == "dp":
+        of_model = ("attention", "normalization", "kernels", "loss", "compile", "activation_offload")
+        fields |= dict.fromkeys((*of_model, "activation_checkpointing", "checkpointed_blocks", "optimizer_in_backward"))
     if fields["weights"] != "int8":
         fields |= {"activations": None}
     fields |= {"arguments_digest": None} if fields["argv"] else {}

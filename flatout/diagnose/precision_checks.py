@@ -117,6 +117,27 @@ def fp16_without_scaler(facts: Facts) -> Seen | None:
 
 
 @check(
+    means="Under bf16 autocast, DataParallel computes in fp16: its threads have torch's default dtype.",
+    needs="a model that trains is in DataParallel over several GPUs, and its forwards run under autocast to bfloat16",
+    if_wrong="DistributedDataParallel needs a process for each GPU (torchrun)",
+)
+def bf16_lost_in_data_parallel(facts: Facts) -> Seen | None:
+    wrapped = any(one.kind == "DataParallel" and one.devices > 1 for one in facts.seen.parallel)
+    if not wrapped or facts.seen.autocast_dtype != "bfloat16":
+        return None
+    return Seen(
+        title="bf16 autocast becomes fp16 in DataParallel",
+        evidence="torch's DataParallel computes in a thread for each GPU, where autocast is on and its dtype is "
+        "float16: values above 65,504 become inf, and gradients below 6e-8 become 0",
+        remedy="DistributedDataParallel, one process for each GPU: torchrun --nproc-per-node=gpu; or put "
+        "torch.autocast('cuda', dtype=torch.bfloat16) inside the model's forward",
+        fault=True,
+        lines=where(facts.lines_calling("autocast"), facts.lines_calling("DataParallel")),
+        unknown="it costs accuracy, not time",
+    )
+
+
+@check(
     means="The optimizer updates weights in 16 bits: updates smaller than its rounding are lost.",
     needs="parameters in an optimizer are float16; or bfloat16 ones of which at least half of the numbers with a "
     "gradient stay exactly the same in a step",

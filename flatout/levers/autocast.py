@@ -14,7 +14,12 @@ from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.precision.autocast import autocast_call, loss_scaled_backward, not_in_fp32
+from flatout.precision.autocast import (
+    autocast_call,
+    copies_in_autocast_of_caller,
+    loss_scaled_backward,
+    not_in_fp32,
+)
 from flatout.precision.recurrent import lstm_gradients_right
 from flatout.replaced import replaced
 
@@ -69,6 +74,7 @@ class Autocast(Lever):
             stack.enter_context(subject.around_calls(autocast_call(str(value))))
             stack.enter_context(lstm_gradients_right())
             stack.enter_context(replaced(torch.Tensor, "numpy", _numpy_of_fp32))
+            stack.enter_context(replaced(torch.nn.DataParallel, "parallel_apply", copies_in_autocast_of_caller))
             if value == "fp16":
                 stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers, subject.modules)))
             yield

@@ -1,5 +1,6 @@
 """What a plan's `parallel` stands for: how the ranks of a run share the training of one model.
 
+    dp             no ranks: one process spreads each call of the model over the GPUs that it sees
     ddp            every rank has the whole model; gradients are averaged
     zero1          the same, and each rank keeps the optimizer's state of a part of the parameters
     fsdp           each rank keeps a part of everything: parameters, gradients, state
@@ -56,6 +57,8 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
     given = None if plan.tensor_ranks is not None else _as_given(model)
     if given is not None or plan.parallel is None:
         return given or Strategy()
+    if plan.parallel == "dp":
+        return _in_one_process(model, plan)
     if ranks().count == 1:
         return Strategy()
     from flatout.memory.fake_run import is_fake  # here: it takes a second to import
@@ -100,6 +103,21 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
         updates = ShardedUpdates(optimizer, strategy.group)
         strategy.gather_state, strategy.close = updates.gather_state, updates.close
     return strategy
+
+
+def _in_one_process(model: Module, plan: Plan) -> Strategy:
+    if (count := ranks().count) > 1:
+        raise PlanError(
+            f"parallel is 'dp', and this is one of {count} ranks",
+            limit="with 'dp' one process uses all GPUs",
+            remedy="set parallel = 'ddp', or start the script without a launcher",
+        )
+    from flatout.parallel.data_parallel import gpus_of, spread_over_gpus
+
+    if len(gpus := gpus_of(model)) < 2:
+        return Strategy()
+    _check_norms(model, plan)
+    return spread_over_gpus(model, gpus, plan)
 
 
 def let_go(model: Module, *, failed: bool = False) -> None:
@@ -211,6 +229,7 @@ def _check_norms(model: Module, plan: Plan) -> None:
         and isinstance(layer, NormWithStatistics)
         and (isinstance(layer, BatchNorm) or layer.running_mean is not None)
     ]
+    sharer = "GPU" if plan.parallel == "dp" else "rank"
     on_gpu = all(one.is_cuda for one in model.parameters())
     if plan.batch_norm == "synced" and not on_gpu:
         raise PlanError(
@@ -226,14 +245,14 @@ def _check_norms(model: Module, plan: Plan) -> None:
         raise UsageError(
             f"{running[0] or 'the model'} is an instance norm with running statistics, and parallel is "
             f"{plan.parallel!r}",
-            limit="they would be those of each rank's share: the ranks would evaluate different models",
+            limit=f"they would be those of each {sharer}'s share: other statistics on every {sharer}",
             remedy="make it with track_running_stats=False, or set batch_norm = 'local' to accept that",
         )
     apart = [name for name in batch if not isinstance(model.get_submodule(name), SyncBatchNorm)]
     if apart and plan.batch_norm is None:
-        synced = "batch_norm = 'synced', or " if on_gpu else ""
+        synced = "batch_norm = 'synced', or " if on_gpu and sharer == "rank" else ""
         raise UsageError(
             f"{apart[0] or 'the model'} is a batch norm, and parallel is {plan.parallel!r}",
-            limit="its mean and variance would be those of each rank's share: not the training of one process",
+            limit=f"its mean and variance would be those of each {sharer}'s share: not the training of one {sharer}",
             remedy=f"set {synced}batch_norm = 'local' to accept that; or use GroupNorm or LayerNorm",
         )

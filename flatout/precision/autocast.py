@@ -54,6 +54,29 @@ def in_fp32(result: object, dtype: torch.dtype) -> object:
     return outputs_changed(result, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
 
+def in_autocast_of_caller(call: Callable[..., object]) -> Callable[..., object]:
+    """`call`, for another thread, under the autocast that this one is under now. Each thread has its own: those of
+    torch's DataParallel have it switched on like their caller, but in torch's default dtype, fp16."""
+    import torch
+
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    def called(*args: object, **kwargs: object) -> object:
+        with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+            return call(*args, **kwargs)
+
+    return called
+
+
+def copies_in_autocast_of_caller(parallel_apply: Callable[..., object]) -> Callable[..., object]:
+    """DataParallel's method of this name, whose copies of the model compute in the caller's dtype."""
+
+    def applied(self: object, replicas: Sequence[nn.Module], *args: object, **kwargs: object) -> object:
+        return parallel_apply(self, [in_autocast_of_caller(one) for one in replicas], *args, **kwargs)
+
+    return applied
+
+
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 

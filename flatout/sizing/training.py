@@ -60,6 +60,9 @@ class Training:
         """That of a TrainStep. UsageError for anything else, and for a batch without a number of samples."""
         remedy = "make one: step = flatout.TrainStep(model, optimizer, loss_fn, plan)"
         as_instance(step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy=remedy)
+        if step.plan.parallel == "dp":
+            limit = "what each GPU of one process holds is not forecast"
+            raise UsageError("parallel is 'dp'", limit=limit, remedy="drop it: one GPU then holds the whole batch")
         samples = _samples_of(batch)
         return cls(
             origin=step,

@@ -12,7 +12,7 @@ does not count too much. A metric that is not a mean is a `flatout.over_all(...)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from flatout.arguments import as_iterable, as_metrics, as_model, as_plan, described, wrong
@@ -20,6 +20,7 @@ from flatout.data.batches import Batches, whole_epoch
 from flatout.data.nested import batch_length, to_device
 from flatout.data.stream import Stream
 from flatout.errors import UsageError
+from flatout.evaluation_mode import evaluating
 from flatout.levers.model_call import calls_wrapped
 from flatout.machine.ranks import ranks
 from flatout.parallel.heartbeat import alive
@@ -262,15 +263,3 @@ def _only_device(model: Module) -> torch.device | None:
     """The model's device; None if it has no parameters, or several devices."""
     devices = {home_of(parameter) for parameter in model.parameters()}
     return devices.pop() if len(devices) == 1 else None
-
-
-@contextlib.contextmanager
-def evaluating(model: Module) -> Iterator[None]:
-    """Evaluation mode for every module; afterwards each has the mode that it had (a frozen batch norm stays frozen)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

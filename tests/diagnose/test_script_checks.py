@@ -256,6 +256,7 @@ RNN = source("torch.manual_seed(0)\nx = pack_padded_sequence(x, lengths)\n")
 PADDED = PaddingSeen(share=0.6, value=0, positions=10_000, from_padding_idx=True)
 TINY = (LoaderSeen(dataset="D", samples=None, batch_size=1, workers=0, pin_memory=False, persistent_workers=False),)
 SMALL_OPERATORS = profile(operators=(operator(seconds=0.001),), operator_calls=100.0)
+DP = ParallelSeen(kind="DataParallel", devices=4)
 DDP = ParallelSeen(kind="DistributedDataParallel", devices=1, synchronised_per_step=4.0)
 WIDE_SCORES = operator(name="aten::_log_softmax", operator_class="softmax", shapes="[512, 50257]", seconds=0.02)
 LONG_ATTENTION = replace(WIDE_SCORES, name="aten::_softmax", shapes="[2, 8, 9000, 9000]")
@@ -813,8 +814,16 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(recomputed_seconds=0.001), profile=profile(peak_resident_bytes=1 << 28)),
         ],
     ),
+    "bf16-lost-in-data-parallel": (
+        [facts(behaviour=behaviour(parallel=(DP,), autocast_dtype="bfloat16"))],
+        [
+            facts(behaviour=behaviour(parallel=(DP,), autocast_dtype="float16")),
+            facts(behaviour=behaviour(parallel=(replace(DP, devices=1),), autocast_dtype="bfloat16")),
+            facts(behaviour=behaviour(parallel=(DDP,), autocast_dtype="bfloat16")),
+        ],
+    ),
     "data-parallel": (
-        [facts(behaviour=behaviour(parallel=(ParallelSeen(kind="DataParallel", devices=4),)))],
+        [facts(behaviour=behaviour(parallel=(DP,)))],
         [facts(behaviour=behaviour(parallel=(DDP,)))],
     ),
     "accumulation-without-no-sync": (

@@ -6,16 +6,15 @@ held by a weak reference, so that the prepared form can be kept as long as the m
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatout.errors import FlatoutError, PlanError, UsageError
+from flatout.evaluation_mode import evaluating
 from flatout.plan import Plan
 from flatout.precision.matmul import current_matmul_precision
 
@@ -27,8 +26,6 @@ _LONGEST = (
 """Config names for the maximum sequence length."""
 FULL_CLOSENESS, HALF_CLOSENESS = 2e-3, 0.15
 """In fp32, and where products use fewer bits."""
-_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-"""One pass of a model at a time: each puts it into evaluation mode and back."""
 
 
 class OwnForward:
@@ -153,25 +150,3 @@ def trial_tokens(model: nn.Module, vocabulary: int, count: int, seed: int = 1) -
     rows = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(min([vocabulary, *rows]), (count,), generator=generator, device="cpu")
-
-
-def difference(found: Tensor, wanted: Tensor) -> float:
-    """Between logits of one shape, as a share of their spread: rounding in fp32 is far below 0.001, others are 1.4."""
-    found, wanted = found.float(), wanted.float()
-    spread = max(float(wanted.std(correction=0)), 1e-4 * float(wanted.abs().max()), 1e-30)
-    return float((found - wanted).square().mean().sqrt()) / spread
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; each module's own mode is restored. Another thread that wants the same waits: the first to
-    leave would put modules back into training under the other's pass."""
-    with _LOCKS.setdefault(model, threading.RLock()):
-        training = [module for module in model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            yield
-        finally:
-            for module in training:
-                module.training = True

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
+from flatout.evaluation_mode import evaluating
 from flatout.infer.generation.cache import CachedEngine
 from flatout.infer.generation.decoder import Storage
 from flatout.infer.generation.families import REMEDY
-from flatout.infer.generation.own_forward import difference, evaluating
 from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.infer.prediction.calling import forward_parameters
 from flatout.precision.matmul import current_matmul_precision
+from flatout.precision.outputs import difference
 
 TOKENS, THROUGH_CACHE = 5, 1
 """Tokens read, and how many of them in a pass of their own over the keys and values of those before."""

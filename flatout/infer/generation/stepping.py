@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.families import REMEDY
-from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
+from flatout.infer.generation.own_forward import OwnForward, logits_of, trial_tokens
 from flatout.infer.generation.share import UncountedWork
 from flatout.infer.generation.whole_texts import PADDING
+from flatout.precision.outputs import difference
 from flatout.torch_private.dispatch import tree_flatten, tree_unflatten
 
 State = Any  # each model has its own kind, and only its engine looks into it

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
-from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
+from flatout.infer.generation.own_forward import OwnForward, logits_of, trial_tokens
 from flatout.infer.generation.share import UncountedWork
 from flatout.infer.prediction.calling import forward_parameters
+from flatout.precision.outputs import difference
 
 LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""

@@ -21,6 +21,7 @@ from torch.types import Device
 from flatout.arguments import as_device, as_model
 from flatout.data.nested import map_leaves
 from flatout.errors import PlanError, UsageError
+from flatout.evaluation_mode import evaluating
 from flatout.infer.output_tensors import is_tensor
 from flatout.infer.prediction.linear import (
     INT_MM_MULTIPLE,
@@ -37,7 +38,6 @@ from flatout.parallel.whole_tensors import ELSEWHERE, home_of, ranks_of_calls
 from flatout.plan import Plan
 from flatout.precision.quantize import INT4_GROUP
 from flatout.torch_private.modules import BatchNorm
-from flatout.train.evaluate import evaluating
 from flatout.train.placement import join_recurrent_weights
 
 if TYPE_CHECKING:

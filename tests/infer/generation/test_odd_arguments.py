@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import flatout
 from flatout.errors import UsageError
-from flatout.infer.generation.own_forward import difference
 from flatout.infer.generation.sampling import Sampling, Uniforms, probabilities
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import GPT2, CharacterGenerator, CharacterGeneratorConfig, GPT2Config
+from flatout.precision.outputs import difference
 from tests.infer.generation.tiny import model, prompts
 
 
