@@ -6,11 +6,13 @@
     slow       SIGSTOP to a rank for a second                the job goes on without a restart
     term       SIGTERM to one rank                           all ranks save and end; the next launch goes on
     disk full  the checkpoints' file system has no room      the save fails, the job starts again once there is room
+    network    a simulated host with one rank is cut off     the job goes on, or starts again once the host is back
+               for 1 to 40 seconds
 
-Each is drawn from a seed: kind, rank, time, strategy (ddp with 2 ranks, fsdp with 3). Afterwards the weights have to be
-those of a run that nothing happened to, bit for bit, and no process may be left. Results are appended to --out, and a
-fault that is there already is not done again. Needs Linux; 'disk full' needs root, and is left out
-without it.
+Each is drawn from a seed: kind, rank, time, strategy (ddp with 2 ranks, fsdp with 3), for how long. Afterwards the
+weights have to be those of a run that nothing happened to, bit for bit, and no process may be left. Results are
+appended to --out, and a fault that is there already is not done again. Needs Linux; 'disk full' and 'network' (see
+simulated_hosts.py) need root, and are left out without it.
 
     python -m benchmarks.parallel.faults --faults 100 --out faults.json
 """
@@ -37,10 +39,14 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.parallel.hosts import Job
+from benchmarks.parallel.simulated_hosts import missing, simulated_hosts
 from flatout.machine.detect import detect
 
-KINDS = ("kill", "kill all", "hang", "slow", "term", "disk full")
+KINDS = ("kill", "kill all", "hang", "slow", "term", "disk full", "network")
 WITH_ROOT = ("disk full",)
+CUT_SECONDS = (1, 40)
+"""A host that is silent for 20 seconds is given up."""
 STRATEGIES = {"ddp": 2, "fsdp": 3}
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("faulted.py")
@@ -58,6 +64,9 @@ def main(words: Sequence[str] | None = None) -> int:
     document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"faults": {}}
     document |= {"benchmark": "parallel.faults", "machine": detect().to_json()}
     kinds = [one for one in arguments.kinds if one not in WITH_ROOT or os.geteuid() == 0]
+    if "network" in kinds and (why := missing()) is not None:
+        print(f"without 'network': {why}", file=sys.stderr)
+        kinds.remove("network")
     with tempfile.TemporaryDirectory() as folder:
         wanted = {kind: _undisturbed(Path(folder) / kind, kind) for kind in STRATEGIES}
         for seed in range(arguments.first, arguments.first + arguments.faults):
@@ -95,8 +104,11 @@ def _fault(folder: Path, seed: int, kinds: Sequence[str], wanted: dict[str, Path
     draw = random.Random(seed)
     kind, strategy = draw.choice(list(kinds)), draw.choice(list(STRATEGIES))
     rank, steps = draw.randrange(STRATEGIES[strategy]), draw.randrange(2, 45)
-    folder.mkdir()
     row: dict[str, Any] = {"kind": kind, "strategy": strategy, "rank": rank, "after_steps": steps}
+    if kind == "network":
+        with simulated_hosts(STRATEGIES[strategy]) as hosts:
+            return row | _network_cut(Job(hosts, folder, strategy), draw, steps, wanted[strategy])
+    folder.mkdir()
     with _checkpoints_on_small_disk(folder, kind) as disk, (folder / "log").open("wb") as log:
         command = _command(folder, strategy)
         began = time.monotonic()
@@ -122,6 +134,38 @@ def _fault(folder: Path, seed: int, kinds: Sequence[str], wanted: dict[str, Path
     row["as_promised"] = status == 0 and row["same_weights"] and not left and (kind != "slow" or row["restarts"] == 0)
     if row["as_promised"]:
         shutil.rmtree(folder, ignore_errors=True)
+    return row
+
+
+def _network_cut(job: Job, draw: random.Random, steps: int, wanted: Path) -> dict[str, Any]:
+    """Any host but the first, which leads: without it all end (see hosts.py)."""
+    host = draw.choice(job.hosts[1:])
+    seconds = draw.randint(*CUT_SECONDS)
+    job.start(launch=("--max-restarts", "3", "--join-timeout", "60s"))
+    job.wait(lambda: job.step > 0)
+    time.sleep(0.04 * steps)
+    at_step = job.step
+    host.cut()
+    time.sleep(seconds)
+    host.reconnect()
+    in_time = job.wait()
+    row = job.row()
+    said = [line.replace(f"{ROOT}/", "") for line in row["said"]["host0"]]
+    same = _same(job.weights, wanted)
+    row = {
+        "rank": host.number,
+        "at_step": at_step,
+        "cut_seconds": seconds,
+        "status": next((one for one in row["status"].values() if one != 0), 0),
+        "seconds": row["seconds"],
+        "processes_left": row["processes_left"],
+        "said": said,
+        "restarts": row["restarts"],
+        "same_weights": same,
+        "as_promised": in_time and same and not row["processes_left"] and set(row["status"].values()) == {0},
+    }
+    if row["as_promised"]:
+        shutil.rmtree(job.folder, ignore_errors=True)
     return row
 
 

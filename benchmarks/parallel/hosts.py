@@ -72,13 +72,14 @@ class Job:
 
     hosts: list[Host]
     folder: Path
+    parallel: str = "fsdp"
     listened: set[str] = field(default_factory=set)
     began: float = 0.0
 
     def start(self, *, launch: Sequence[str] = (), script: Sequence[str] = (), pause: float = 0.2) -> None:
         """A launcher on each host."""
         self.folder.mkdir()
-        words = [str(SCRIPT), "--folder", str(self.folder), "--parallel", "fsdp", "--pause", str(pause), *script]
+        words = [str(SCRIPT), "--folder", str(self.folder), "--parallel", self.parallel, "--pause", str(pause), *script]
         self.began = time.monotonic()
         for host in self.hosts:
             self.launch(host, (*launch, *words))
