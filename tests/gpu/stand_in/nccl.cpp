@@ -4,23 +4,18 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <set>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 namespace {
 
-// Ranks that are GPUs of one process (torch.nn.DataParallel): one thread calls for all of them between GroupStart and
-// GroupEnd, and FakeGPU's collectives wait for each other. Those calls are kept, and made by a thread for each rank.
-std::mutex ranks_lock;
-std::set<ncclComm_t> ranks_of_this_process;
 thread_local int depth = 0;  // of groups
-thread_local std::map<ncclComm_t, std::vector<std::function<ncclResult_t()>>> kept;
 
 // Between GroupStart and GroupEnd the order of sends and receives does not matter to NCCL. FakeGPU makes them one after
 // the other, so both sides of each pair make theirs in one order: by pair, and from the lower rank to the higher first.
@@ -30,20 +25,105 @@ struct PointToPoint {
 };
 thread_local std::vector<PointToPoint> between_two;
 
+// Ranks that are GPUs of one process (torch.nn.DataParallel): one thread calls for all of them within a group. FakeGPU's
+// would wait for each other; here the calls are kept, and made at the group's end, in this process alone.
+struct LocalRank {
+  int rank, ranks;
+};
+std::mutex local_lock;
+std::set<ncclComm_t> local_ranks;
+
+struct LocalCall {
+  const void* sent;
+  void* received;
+  size_t count;
+  ncclDataType_t type;
+  bool reduces;
+  int root;
+};
+thread_local std::vector<std::vector<LocalCall>> local_calls;  // of each rank, in its order
+
+size_t bytes_of(ncclDataType_t type) {
+  static constexpr size_t BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // in the order of ncclDataType_t
+  return BYTES[type];
+}
+
+struct Bf16 {
+  uint16_t bits;
+  operator float() const {
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+  }
+  void operator+=(float other) {
+    const float sum = *this + other;
+    uint32_t wide;
+    memcpy(&wide, &sum, sizeof wide);
+    bits = static_cast<uint16_t>((wide + 0x7FFF + (wide >> 16 & 1)) >> 16);
+  }
+};
+
+template <typename Number>
+void add(void* to, const void* from, size_t count) {
+  for (size_t i = 0; i < count; i++) static_cast<Number*>(to)[i] += static_cast<const Number*>(from)[i];
+}
+
+ncclResult_t add(void* to, const void* from, size_t count, ncclDataType_t type) {
+  switch (type) {
+    case ncclFloat64: add<double>(to, from, count); return ncclSuccess;
+    case ncclFloat32: add<float>(to, from, count); return ncclSuccess;
+    case ncclFloat16: add<_Float16>(to, from, count); return ncclSuccess;
+    case ncclBfloat16: add<Bf16>(to, from, count); return ncclSuccess;
+    case ncclInt64: add<int64_t>(to, from, count); return ncclSuccess;
+    case ncclInt32: add<int32_t>(to, from, count); return ncclSuccess;
+    default: return ncclInvalidArgument;
+  }
+}
+
+// The calls that belong together: the same one of each rank.
+ncclResult_t make(const std::vector<LocalCall>& calls) {
+  const LocalCall& root = calls[calls[0].root];
+  const size_t bytes = root.count * bytes_of(root.type);
+  std::vector<char> sum(static_cast<const char*>(root.sent), static_cast<const char*>(root.sent) + bytes);
+  for (auto& one : calls) {
+    if (one.count != root.count || one.type != root.type || one.reduces != root.reduces) return ncclInvalidUsage;
+    if (!one.reduces) {
+      memcpy(one.received, sum.data(), bytes);
+    } else if (&one != &root) {
+      if (const auto result = add(sum.data(), one.sent, one.count, one.type)) return result;
+    }
+  }
+  if (root.reduces) memcpy(root.received, sum.data(), bytes);
+  return ncclSuccess;
+}
+
+ncclResult_t make_local_calls() {
+  const auto every = std::exchange(local_calls, {});
+  for (size_t i = 0; !every.empty() && i < every[0].size(); i++) {
+    std::vector<LocalCall> together;
+    for (auto& of_rank : every) {
+      if (of_rank.size() != every[0].size()) return ncclInvalidUsage;
+      together.push_back(of_rank[i]);
+    }
+    if (const auto result = make(together)) return result;
+  }
+  return ncclSuccess;
+}
+
+// False: it is not of this process.
+bool keep(ncclComm_t group, const LocalCall& call) {
+  std::lock_guard<std::mutex> guard(local_lock);
+  if (!local_ranks.count(group)) return false;
+  const auto* local = reinterpret_cast<LocalRank*>(group);
+  local_calls.resize(local->ranks);
+  local_calls[local->rank].push_back(call);
+  return true;
+}
+
 template <typename Function>
 Function* fakegpu(Function*, const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
-}
-
-bool of_this_process(ncclComm_t rank) {
-  std::lock_guard<std::mutex> guard(ranks_lock);
-  return ranks_of_this_process.count(rank);
-}
-
-ncclResult_t call(ncclComm_t rank, std::function<ncclResult_t()> made) {
-  if (!depth || !of_this_process(rank)) return made();
-  kept[rank].push_back(made);
-  return ncclSuccess;
 }
 
 ncclResult_t call_between(ncclComm_t group, int peer, bool sends, std::function<ncclResult_t()> made) {
@@ -60,17 +140,21 @@ ncclResult_t call_between(ncclComm_t group, int peer, bool sends, std::function<
 
 extern "C" {
 
-ncclResult_t ncclCommInitAll(ncclComm_t* made, int count, const int* devices) {
-  const ncclResult_t result = NEXT(ncclCommInitAll)(made, count, devices);
-  std::lock_guard<std::mutex> guard(ranks_lock);
-  if (result == ncclSuccess) ranks_of_this_process.insert(made, made + count);
-  return result;
+ncclResult_t ncclCommInitAll(ncclComm_t* made, int count, const int*) {
+  std::lock_guard<std::mutex> guard(local_lock);
+  for (int rank = 0; rank < count; rank++) {
+    made[rank] = reinterpret_cast<ncclComm_t>(new LocalRank{rank, count});
+    local_ranks.insert(made[rank]);
+  }
+  return ncclSuccess;
 }
 
-ncclResult_t ncclCommDestroy(ncclComm_t rank) {
-  std::lock_guard<std::mutex> guard(ranks_lock);
-  ranks_of_this_process.erase(rank);
-  return NEXT(ncclCommDestroy)(rank);
+ncclResult_t ncclCommDestroy(ncclComm_t group) {
+  {
+    std::lock_guard<std::mutex> guard(local_lock);
+    if (local_ranks.erase(group)) return ncclSuccess;
+  }
+  return NEXT(ncclCommDestroy)(group);
 }
 
 ncclResult_t ncclGroupStart() {
@@ -89,31 +173,19 @@ ncclResult_t ncclGroupEnd() {
   }
   const ncclResult_t ended = NEXT(ncclGroupEnd)();
   if (result == ncclSuccess) result = ended;
-  if (--depth) return result;
-  std::vector<std::thread> threads;
-  std::vector<ncclResult_t> results(kept.size(), ncclSuccess);
-  for (auto& [rank, calls] : kept) {
-    threads.emplace_back([&calls, &one = results[threads.size()]] {
-      for (auto& made : calls) {
-        if (one == ncclSuccess) one = made();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  kept.clear();
-  for (ncclResult_t one : results) {
-    if (result == ncclSuccess) result = one;
-  }
+  if (--depth == 0 && result == ncclSuccess) result = make_local_calls();
   return result;
 }
 
-ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t rank, cudaStream_t stream) {
-  return call(rank, [=] { return NEXT(ncclBcast)(data, count, type, root, rank, stream); });
+ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t group, cudaStream_t stream) {
+  if (keep(group, {data, data, count, type, false, root})) return ncclSuccess;
+  return NEXT(ncclBcast)(data, count, type, root, group, stream);
 }
 
 ncclResult_t ncclReduce(const void* sent, void* received, size_t count, ncclDataType_t type, ncclRedOp_t operation,
-                        int root, ncclComm_t rank, cudaStream_t stream) {
-  return call(rank, [=] { return NEXT(ncclReduce)(sent, received, count, type, operation, root, rank, stream); });
+                        int root, ncclComm_t group, cudaStream_t stream) {
+  if (operation == ncclSum && keep(group, {sent, received, count, type, true, root})) return ncclSuccess;
+  return NEXT(ncclReduce)(sent, received, count, type, operation, root, group, stream);
 }
 
 ncclResult_t ncclSend(const void* sent, size_t count, ncclDataType_t type, int peer, ncclComm_t group,
@@ -128,15 +200,13 @@ ncclResult_t ncclRecv(void* received, size_t count, ncclDataType_t type, int pee
 
 ncclResult_t ncclGather(const void* sent, void* received, size_t count, ncclDataType_t type, int root, ncclComm_t group,
                         cudaStream_t stream) {
-  static constexpr size_t BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // in the order of ncclDataType_t
-  if (type < 0 || static_cast<size_t>(type) >= sizeof BYTES / sizeof *BYTES) return ncclInvalidArgument;
   int rank = 0, ranks = 0;
   ncclCommUserRank(group, &rank);
   ncclCommCount(group, &ranks);
   ncclGroupStart();
   ncclSend(sent, count, type, root, group, stream);
   for (int other = 0; rank == root && other < ranks; other++) {
-    ncclRecv(static_cast<char*>(received) + other * count * BYTES[type], count, type, other, group, stream);
+    ncclRecv(static_cast<char*>(received) + other * count * bytes_of(type), count, type, other, group, stream);
   }
   return ncclGroupEnd();
 }
