@@ -52,8 +52,15 @@ def gpus_of(model: nn.Module) -> list[int]:
 def spread_over_gpus(model: nn.Module, gpus: Sequence[int], plan: Plan) -> Strategy:
     """Have each training call of `model` computed on these GPUs, its own first. Warns of what it costs.
 
-    Raises PlanError for batch_norm = 'synced'.
+    Raises PlanError for batch_norm = 'synced', UsageError for a model that is on several devices.
     """
+    devices = sorted({str(one.device) for one in (*model.parameters(), *model.buffers())})
+    if len(devices) > 1:
+        raise UsageError(
+            f"parallel is 'dp', and the model is on {' and '.join(devices)}",
+            limit="all of it is copied from one GPU to the others",
+            remedy="drop parallel, or move the model: model.cuda()",
+        )
     if plan.batch_norm == "synced":
         raise PlanError(
             "batch_norm is 'synced', and parallel is 'dp'",
@@ -80,11 +87,11 @@ class _Spread:
     """A call in parts, each on a GPU of its own."""
 
     def __init__(self, gpus: Sequence[int]) -> None:
-        self._gpus, self._checked = gpus, False
+        self._gpus, self._few, self._checked = gpus, CHECKED_SAMPLES * len(gpus), False
 
     def __call__(self, model: nn.Module, call: Callable[..., object], inputs: Inputs) -> object:
-        if not self._checked:
-            self._check_splits_by_samples(model, call, inputs)
+        if not self._checked and (samples := _length(inputs)) > 1:
+            self._check_splits_by_samples(model, call, slice_batch(inputs, 0, min(samples, self._few)))
             self._checked = True
         return self._in_parts(model, call, inputs)
 
@@ -113,10 +120,9 @@ class _Spread:
                 remedy=REMEDY,
             ) from error
 
-    def _check_splits_by_samples(self, model: nn.Module, call: Callable[..., object], inputs: Inputs) -> None:
+    def _check_splits_by_samples(self, model: nn.Module, call: Callable[..., object], few: Inputs) -> None:
         """Do a few samples give the same outputs in parts as together? Not where layers mix samples, or where the first
         dimension is time. In evaluation mode, so that nothing is drawn; nothing is said where that does not work."""
-        few = slice_batch(inputs, 0, min(_length(inputs), CHECKED_SAMPLES * len(self._gpus)))
         with evaluating(model), torch.no_grad(), torch.autocast("cuda", enabled=False):
             try:
                 together, apart = call(*few[0], **few[1]), self._in_parts(model, call, few)

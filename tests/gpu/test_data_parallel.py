@@ -147,6 +147,12 @@ def test_inputs_of_several_lengths_are_refused() -> None:
         step(next(batches(13)))
 
 
+def test_a_model_on_two_gpus_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(10, 5).cuda(0), nn.Linear(5, 5).cuda(1))
+    with pytest.raises(FlatoutError, match="parallel is 'dp', and the model is on cuda:0 and cuda:1"):
+        TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, Plan(parallel="dp"))
+
+
 def test_it_is_not_forecast() -> None:
     model = plain().cuda()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, Plan(parallel="dp"))
