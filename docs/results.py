@@ -592,6 +592,7 @@ FAULTS = {
     "slow": "SIGSTOP to a rank for a second",
     "term": "SIGTERM to a rank",
     "disk full": "no room for checkpoints",
+    "network": "a host with one of the ranks cut off for 1 to 40 s",
 }
 
 
