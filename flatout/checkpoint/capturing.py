@@ -97,7 +97,7 @@ def capture(
         state["plan"] = as_plan(plan).to_toml()
     if extra is not None:
         state["extra"] = extra
-    state["generators"] = states_of_ranks()
+    state["generators"] = states_of_ranks(live.get("model"))
     return state
 
 

@@ -86,7 +86,7 @@ def restore(
         _refuse(found)
     differences, note = found.differences(), None
     if generators and "generators" in state:
-        note = _generators(state["generators"], loadings)
+        note = _generators(state["generators"], live_by_section.get("model"), loadings)
     _load_all(loadings)
     if note is not None:
         warnings.warn(note, stacklevel=2)
@@ -198,13 +198,13 @@ def _compare_scheduler(path: str, live: Stateful, saved: object, found: Findings
         found.unexpected += [f"{path}: {name}, which {kind} has not" for name in sorted(there - own)]
 
 
-def _generators(saved: object, loadings: list[_Loading]) -> str | None:
+def _generators(saved: object, model: object, loadings: list[_Loading]) -> str | None:
     """Adds this rank's states to what is loaded; returns a warning about them, if any."""
     if not isinstance(saved, Mapping):
         what = f"the states of the random number generators are a {type(saved).__name__}"
         raise UsageError(what, remedy="pass generators=False to leave the generators as they are")
     check_generators(saved)
-    states, note = states_here(saved)
+    states, note = states_here(saved, model)
     check_generators(states)
 
     def before() -> Callable[[], None]:

@@ -66,6 +66,7 @@ def parallelize(model: Module, optimizer: Optimizer, plan: Plan) -> Strategy:
 
     shares_of_batch(plan, ranks().count)  # PlanError where that cannot be
     if not is_fake(next(model.parameters())):  # in a forecast there are no others
+        _check_place(model)
         _check_alike(model, plan, beside_model(model, optimizer))
     if plan.parallel in ("tensor", "pipeline") or plan.tensor_ranks is not None:
         refuse_beside_model(model, optimizer, plan.parallel)
@@ -133,6 +134,26 @@ def let_go(model: Module, *, failed: bool = False) -> None:
 def is_sharded(model: Module) -> bool:
     """Was it given to torch's fully_shard, by `parallel` or by the user? Its package is not imported to find out."""
     return hasattr(model, "set_requires_gradient_sync")
+
+
+def _check_place(model: Module) -> None:
+    """Refuse a model on another GPU than this rank's, the current device: NCCL sends from that one, and torch's own
+    message, where it does not hang, says nothing of the model. Local, before any collective."""
+    import torch
+    from torch import distributed
+
+    places = {one.device for one in model.parameters() if one.is_cuda}
+    if not places or "nccl" not in str(distributed.get_backend()):
+        return
+    own = torch.device("cuda", torch.cuda.current_device())
+    if own in places:
+        return
+    raise UsageError(
+        f"the model is on {min(map(str, places))}, and rank {distributed.get_rank()} has {own}",
+        limit="NCCL sends from the current GPU, and each rank has one of its own",
+        remedy="use model.to(flatout.ranks().device); in a script that begins torch.distributed itself, call "
+        "torch.cuda.set_device with the GPU of each rank first",
+    )
 
 
 def _check_alike(model: Module, plan: Plan, beside: Sequence[Tensor] = ()) -> None:

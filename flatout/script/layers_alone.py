@@ -159,7 +159,7 @@ def _seconds(chosen: list[Convolution], tensors: list[tuple[Tensor, Tensor]]) ->
             wanted = [tensor for tensor in (given, weight) if tensor.requires_grad]
             torch.autograd.grad(out, wanted, torch.ones_like(out))
     if chosen[0].device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(chosen[0].device)
     return time.perf_counter() - began
 
 

@@ -128,7 +128,12 @@ def process_record(
     record = runner.record
     on_device = [sample.peak_bytes for sample in record.memory if sample.reserved_bytes is not None]
     steps = record_of_steps(
-        runner.watch, record.rows, place=place, started_at=started_at, busy_share=runner.busy_share()
+        runner.watch,
+        record.rows,
+        place=place,
+        started_at=started_at,
+        busy_share=runner.busy_share(),
+        peak_device_bytes=max(on_device, default=None),
     )
     return replace(
         steps,
@@ -139,7 +144,6 @@ def process_record(
         step_seconds=record.median_seconds,
         recent_seconds=record.recent_seconds,
         last_step_clock=on_monotonic(record.last_step_at),
-        peak_device_bytes=max(on_device, default=None),
         ended=ended,
         fault=runner.fault,
         applied=tuple(choice.label for choice in runner.applied.choices),
@@ -147,9 +151,15 @@ def process_record(
 
 
 def record_of_steps(
-    watch: Watch, rows: Sequence[StepRow], *, place: Place, started_at: float, busy_share: float | None
+    watch: Watch,
+    rows: Sequence[StepRow],
+    *,
+    place: Place,
+    started_at: float,
+    busy_share: float | None,
+    peak_device_bytes: int | None,
 ) -> ProcessRecord:
-    """Of this process, by steps of one window."""
+    """Of this process, by steps of one window. peak_device_bytes: None on a CPU."""
     unknown, parts = watch.communication_unknown_because, breakdown(rows)
     seconds = statistics.median(row.seconds for row in rows) if rows else None
     return ProcessRecord(
@@ -168,6 +178,7 @@ def record_of_steps(
         busy_share=busy_share,
         device=device_name(watch.subject),
         peak_resident_bytes=peak_resident_bytes(),
+        peak_device_bytes=peak_device_bytes,
         ended=True,
     )
 

@@ -282,8 +282,14 @@ class ProfileWatch:
     def rank_answer(self, fault: str = "") -> RankAnswer:
         """The same, of a process among others that train."""
         place = Place() if self._together is None else Place(rank=self._together[0], ranks=self._together[1])
+        device = self._device
         record = record_of_steps(
-            self.watch, self._rows, place=place, started_at=self._started_at, busy_share=self._busy_share
+            self.watch,
+            self._rows,
+            place=place,
+            started_at=self._started_at,
+            busy_share=self._busy_share,
+            peak_device_bytes=device.memory_peak_bytes() if device is not None and device.kind == "cuda" else None,
         )
         return {
             "name": self._answers.name,

@@ -266,7 +266,7 @@ class _Search:
     def _bytes_a_unit(self, size: int, tried: Try) -> float:
         """By how much a larger batch takes more: between two tries that ran to their end, or above what is fixed."""
         ended = [(one.batch_size // self.unit, one.peak_bytes) for one in self.tries if one.fitted]
-        if len(ended) >= 2 and ended[-1][0] != ended[-2][0]:
+        if len(ended) >= 2 and ended[-1][1] != ended[-2][1]:  # CUDA reserves whole segments: neighbours take the same
             (a, bytes_a), (b, bytes_b) = ended[-2:]
             return max(1.0, (bytes_b - bytes_a) / (b - a))
         held = (inner for one in self.training.held() for inner in plain_tensors(one))

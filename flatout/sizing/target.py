@@ -133,7 +133,8 @@ def _figures(target: Target) -> tuple[GpuEntry | None, float | None, str]:
         if not torch.cuda.is_available():
             return None, None, f"{target.name!r} is not here, and is not in the catalogue: name a GPU of the catalogue"
         index = device_index(torch.device(target.name))
-        peak, why = transfer_peak("cuda", MEASURING_SECONDS, to_device=True, pinned=True)
+        with torch.cuda.device(index):
+            peak, why = transfer_peak("cuda", MEASURING_SECONDS, to_device=True, pinned=True)
         entry = published_peaks(torch.cuda.get_device_name(index))[0]
         return entry, peak.value if peak is not None else None, "measured here" if peak is not None else why
     try:

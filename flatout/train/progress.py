@@ -86,7 +86,7 @@ class Progress:
         seconds = time.perf_counter() - self._drawn_at
         steps, samples = self._steps - self._drawn_steps, self._samples - self._drawn_samples
         self._drawn_at, self._drawn_steps, self._drawn_samples = time.perf_counter(), self._steps, self._samples
-        text = self._text(value, steps / seconds, samples / seconds)
+        text = self._text(value, steps / seconds, samples / seconds, loss.device)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done + self._steps, description=text)
 
@@ -96,9 +96,9 @@ class Progress:
             text = f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             self._bar.console.print(text, highlight=False, markup=False)
 
-    def _text(self, loss: float, rate: float, samples_per_second: float) -> str:
+    def _text(self, loss: float, rate: float, samples_per_second: float, device: torch.device) -> str:
         parts = [f"loss {loss:.4g}", f"{samples_per_second:,.0f} samples/s"]
-        parts.append(format_bytes(_memory_bytes()))
+        parts.append(format_bytes(_memory_bytes(device)))
         if self._flops is not None and self._ceiling is not None:
             ceiling, dtype = self._ceiling
             parts.append(f"{self._flops * rate / ceiling:.1%} of the {dtype} ceiling")
@@ -116,10 +116,10 @@ def _ceiling(device: torch.device) -> tuple[float, str] | None:
     return None if best is None else (best[1].value, best[0])
 
 
-def _memory_bytes() -> int:
-    """With CUDA what torch's allocator holds, otherwise the resident memory of this process."""
+def _memory_bytes(device: torch.device) -> int:
+    """What torch's allocator holds of a GPU; on the CPU the resident memory of this process."""
     torch = sys.modules["torch"]
     with contextlib.suppress(RuntimeError):
-        if torch.cuda.is_initialized():
-            return int(torch.cuda.memory_reserved())
+        if device.type == "cuda":
+            return int(torch.cuda.memory_reserved(device))
     return resident_bytes()

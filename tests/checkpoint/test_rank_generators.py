@@ -97,3 +97,18 @@ def test_states_of_another_rank_that_do_not_fit(ranks: Ranks) -> None:
     ranks.here = 1, 2
     with pytest.raises(UsageError, match="generators=False"):
         restore(states[0])
+
+
+def test_a_run_on_a_gpu_of_another_number_has_that_ones_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = ["first GPU", "second GPU"]
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: ["as it is here"])
+    saved = {"cuda": gpus, "cuda_device": 1}
+    expected = {0: ["second GPU", "first GPU"], 1: gpus}
+    for here, states in expected.items():
+        monkeypatch.setattr(rank_generators, "_gpu_of", lambda model, here=here: here)
+        assert rank_generators._on_this_gpu(saved, None)["cuda"] == states
+    alone = {"cuda": ["its GPU"], "cuda_device": 0}
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: ["as it is here", "as this one is"])
+    assert rank_generators._on_this_gpu(alone, None)["cuda"] == ["as this one is", "its GPU"]
+    for unknown in ({}, {"cuda": gpus}, {"cuda": gpus, "cuda_device": None}, {"cuda": gpus, "cuda_device": 7}):
+        assert rank_generators._on_this_gpu(unknown, None) is unknown

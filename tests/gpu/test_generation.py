@@ -39,6 +39,16 @@ def test_half_precision_and_sampling_run() -> None:
     assert generator.generate([[1, 2]], **settings).tokens == generator.generate([[1, 2]], **settings).tokens
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_another_gpu_than_the_current_one() -> None:
+    network = _model()
+    expected = TokenGenerator(network).generate([[1, 2, 3]], max_new_tokens=10)
+    for device in ("cuda:0", "cuda:1", "cuda:0"):  # torch keeps one stream for captures, on the GPU of the first
+        found = TokenGenerator(network.to(device)).generate([[1, 2, 3]], max_new_tokens=10)
+        assert found.tokens == expected.tokens
+        assert torch.cuda.current_device() == 0
+
+
 def test_guesses_change_no_token() -> None:
     network = _model().cuda()
     prompt = [7, 8, 9, 10] * 8

@@ -19,6 +19,7 @@ from flatout.script.rank_answers import SETTINGS, RankAnswer, RankWatch, write_s
 from flatout.script.trial.messages import Command
 from flatout.script.watched_rank import WatchedRank
 from flatout.torch_private.loading import BaseIterator
+from tests.fake_device import FakeDevice
 
 Steps = Callable[[int], None]
 
@@ -96,6 +97,19 @@ def test_a_defect_of_ours_is_told_and_leaves_the_script_alone(
     assert answer is not None
     assert answer["fault"] == "ValueError: planted"
     assert "planted" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("rank")
+def test_the_memory_of_a_rank_on_a_gpu_is_the_gpus(
+    steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = WatchedRank(told(tmp_path))._observer
+    steps(25)
+    assert isinstance(watch, profile_watch.ProfileWatch)
+    assert watch.rank_answer()["record"]["peak_device_bytes"] is None
+    monkeypatch.setattr(FakeDevice, "memory_peak_bytes", lambda self: 7)
+    watch._device = FakeDevice()
+    assert watch.rank_answer()["record"]["peak_device_bytes"] == 7
 
 
 @pytest.mark.usefixtures("rank")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,10 @@ from flatout.data.nested import repeat_batch
 from flatout.errors import MachineError, UsageError
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
-from flatout.sizing.largest_batch import largest_batch
-from flatout.sizing.target import find_target
+from flatout.sizing import target as targets
+from flatout.sizing.largest_batch import Try, _Search, largest_batch
+from flatout.sizing.target import find_target, transfer_time
+from flatout.sizing.training import Training
 from flatout.train.step import TrainStep
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -202,6 +205,28 @@ def test_cuda_without_a_number_is_the_current_device(monkeypatch: pytest.MonkeyP
     OfCuda(monkeypatch)
     assert find_target("cuda", mlp()).name == "cuda:0"
     assert find_target("cuda:1", mlp()).multiprocessors == 128
+
+
+def test_the_link_is_measured_of_the_gpu_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    OfCuda(monkeypatch)
+    entered: list[object] = []
+
+    def current(index: int) -> contextlib.AbstractContextManager[None]:
+        entered.append(index)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(targets, "transfer_peak", lambda *_, **__: (None, f"not measured in {entered}"))
+    assert transfer_time(find_target("cuda:1", mlp()), Plan(), 1, 1.0)[1].endswith("not measured in [1]")
+
+
+def test_tries_that_take_the_same_do_not_say_that_more_samples_take_nothing() -> None:
+    model = mlp()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), LOSS)
+    search = _Search(Training.of(step, BATCH), 60 << 20, 1, None, lambda line: None)
+    search.tries = [Try(batch_size=size, peak_bytes=42 << 20, fitted=True) for size in (1000, 1001)]
+    assert search._bytes_a_unit(1001, search.tries[-1]) == pytest.approx((42 << 20) / 1001, rel=0.01)
 
 
 def test_a_loss_that_differentiates_by_itself_is_tried_in_training() -> None:

@@ -210,27 +210,32 @@ class _StepGraph:
             self._slots.copy_(torch.tensor([span.slot for span in spans], device="cpu"))
             self._positions.copy_(torch.tensor([span.start for span in spans], device="cpu"))
         if self._replay is None:
-            self._replay = captured(lambda: self._step(self._tokens, self._slots, self._positions))
+            self._replay = captured(self._of_held, self._tokens.device)
         logits = self._replay().clone()
         self._positions += 1
         self._expected = [Span(slot=span.slot, start=span.start + 1) for span in spans]
         return logits
 
+    def _of_held(self) -> Tensor:
+        return self._step(self._tokens, self._slots, self._positions)
 
-def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+
+def captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """A CUDA graph of `step`: returns a function that replays it and returns its result, always in the same memory.
 
-    The step runs some times before. It writes the keys that the replay will, to the same places: that is harmless.
+    device: where the step computes, which need not be the current device. The step runs some times before. It writes
+    the keys that the replay will, to the same places: that is harmless.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):  # torch's own stream for this is on the GPU of its first use
+            result = step()
 
     def replay() -> Tensor:
         graph.replay()

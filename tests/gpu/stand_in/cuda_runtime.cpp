@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -40,6 +41,18 @@ double now_milliseconds() {
 }  // namespace
 
 extern "C" {
+
+// CUDA_VISIBLE_DEVICES is read once, when CUDA starts. GPUs are alike, so how many it names is all that matters here.
+cudaError_t cudaGetDeviceCount(int* count) {
+  static const int named = [] {
+    const char* list = getenv("CUDA_VISIBLE_DEVICES");
+    return !list ? 1 << 30 : !*list ? 0 : static_cast<int>(std::count(list, list + strlen(list), ',')) + 1;
+  }();
+  static const auto all = reinterpret_cast<cudaError_t (*)(int*)>(dlsym(RTLD_NEXT, "cudaGetDeviceCount"));
+  const cudaError_t result = all(count);
+  *count = std::min(*count, named);
+  return result == cudaSuccess && !*count ? cudaErrorNoDevice : result;
+}
 
 // Device properties
 

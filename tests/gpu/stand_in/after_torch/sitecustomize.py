@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,18 @@ from types import ModuleType
 class AfterTorch(importlib.abc.MetaPathFinder):
     """Finds torch as usual, and adds a line after it."""
 
+    searching = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self.searching:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        self.searching = True  # others may wait for torch too, as Flatout does in a script's ranks
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
