@@ -301,7 +301,9 @@ class BehaviourWatch:
             remade_optimizers=update.remade_optimizers(),
             optimizer_dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
             optimizer_lines=update.optimizer_lines,
-            outside_optimizer=update.gradients.outside_optimizer(_alive(torch.optim.Optimizer)),
+            outside_optimizer=update.gradients.outside_optimizer(
+                self._subject.optimizers, lambda: _alive(torch.optim.Optimizer)
+            ),
             devices=devices,
             device_example=example,
             accumulated_steps=accumulated,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -158,12 +158,19 @@ class GradientWatch:
             if one.rms and (module := one.module()) is not None
         )
 
-    def outside_optimizer(self, optimizers: Iterable[Optimizer]) -> ParametersSeen | None:
+    def outside_optimizer(
+        self, optimizers: Iterable[Optimizer], others: Callable[[], Iterable[Optimizer]] = list
+    ) -> ParametersSeen | None:
         """Parameters with a gradient that a loss reaches, no optimizer holds and nothing has changed since then.
 
-        None as well where no optimizer holds anything that a loss reaches: the script updates weights by itself."""
+        None as well where no optimizer holds anything that a loss reaches: the script updates weights by itself.
+        others: finds further optimizers, which takes long; asked for only where the known ones do not hold all.
+        """
         held = {id(one) for optimizer in optimizers for one in parameters_in(optimizer)}
         alive = [(one, before) for reference, before in self._reached.values() if (one := reference()) is not None]
+        if all(id(one) in held for one, _ in alive):
+            return None
+        held |= {id(one) for optimizer in others() for one in parameters_in(optimizer)}
         if not any(id(one) in held for one, _ in alive):
             return None
         left = [

@@ -113,6 +113,7 @@ def pipeline_step(layers: int, micro_batches: int, vocabulary: int = 40) -> flat
 TOKENS = torch.zeros(8, 32, dtype=torch.int64)
 
 
+@pytest.mark.slow
 def test_of_a_pipeline_the_stage_that_holds_the_most_is_forecast() -> None:
     step = pipeline_step(layers=4, micro_batches=4)
     alone = flatout.forecast(step.with_plan(flatout.Plan(micro_batches=4)), TOKENS)
@@ -166,7 +167,8 @@ def test_where_each_rank_has_the_whole_model_before_its_part_that_is_the_peak() 
     assert "; before the first step; not counted" in str(found)
 
 
-@pytest.mark.parametrize("parallel", [None, "ddp", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("parallel", ["fsdp", None, "ddp", "tensor", "pipeline"])
+@pytest.mark.first_case
 def test_a_model_on_the_meta_device_is_forecast_as_one_with_memory(parallel: Any) -> None:
     def peak(device: str) -> int:
         with torch.device(device):
