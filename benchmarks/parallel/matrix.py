@@ -4,7 +4,8 @@ Nine models, each strategy, 2 and 4 ranks: 50 steps with the same global batches
 schedule. The losses and the final parameters are compared with those of one process. How much rounding alone makes of
 such a run is seen from runs of one process whose weights were moved by one rounding error before the first step: a cell
 holds the largest difference over the largest of theirs, for the losses and for the parameters. 'alike' is at most 3 for
-both, and the same samples in every batch; an empty cell has its reason.
+both, and the same samples in every batch; an empty cell has its reason. Ranks are on GPUs and talk by NCCL where each
+has a GPU.
 
     python -m benchmarks.parallel.matrix --out matrix.json
 """

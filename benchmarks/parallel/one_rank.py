@@ -33,6 +33,7 @@ def train(case: Case, strategy: str | None, steps: int, *, nudged: int = 0) -> t
     model = case.make()
     if nudged:
         _nudge(model, nudged)
+    model.to(here.device)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
     plan = flatout.Plan() if strategy is None else plan_of(strategy, here.count)
@@ -40,7 +41,7 @@ def train(case: Case, strategy: str | None, steps: int, *, nudged: int = 0) -> t
         plan = plan.with_choice("micro_batches", MICRO_BATCHES, "")
     terms = {"count_terms": case.count_terms} if case.of_tokens else {}
     step = flatout.TrainStep(model, optimizer, case.loss, plan, clip_norm=1.0, scheduler=schedule, **terms)
-    train_data = flatout.batches(case.data(), BATCH, plan, seed=3)
+    train_data = flatout.batches(case.data(), BATCH, plan, seed=3, device=here.device)
     seen: dict[str, list[Any]] = {"losses": [], "samples": [], "norms": []}
     while step.steps < steps:
         for batch in train_data:
@@ -52,7 +53,7 @@ def train(case: Case, strategy: str | None, steps: int, *, nudged: int = 0) -> t
                 break
     names = [name for name, _ in model.named_parameters()]
     state = model.state_dict()  # whole tensors where ranks have parts of their own; a collective
-    return seen, {name: whole(state[name].detach()).contiguous().clone() for name in names}
+    return seen, {name: whole(state[name].detach()).cpu().contiguous().clone() for name in names}
 
 
 def _nudge(model: nn.Module, seed: int) -> None:

@@ -12,7 +12,9 @@ get no gradient, is one that DDP cannot take: its gradients go on being averaged
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,8 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {  # as torch has them: it does no
     "fp16": default_hooks.fp16_compress_hook,
 }
 """How gradients are sent in half as many bytes."""
+FIRST_BUCKET_MIB, BUCKET_MIB = 1, 25
+"""Of gradients that torch's DDP sends together: small at first, as then nothing else is there to send."""
 
 
 class _Relay(torch.nn.Module):
@@ -73,7 +77,7 @@ def replicated(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: P
 
     def settled() -> Strategy:
         if is_fake(next(model.parameters())):
-            return _as_ddp_holds_memory(model, group)
+            return _as_ddp_holds_memory(model, plan, group)
         if not all_used and calls.most_of_ranks(model, group) > 1:
             return _averaged_here(model, group, average)
         return _in_ddp(model, plan, average_beside, unused=not all_used)
@@ -129,14 +133,28 @@ def _averaged_here(model: torch.nn.Module, group: ProcessGroup, average: Callabl
     return Strategy(group=group, before_step=begin, after_backward=average, alone_before_step=True)
 
 
-def _as_ddp_holds_memory(model: torch.nn.Module, group: ProcessGroup) -> Strategy:
+def _as_ddp_holds_memory(model: torch.nn.Module, plan: Plan, group: ProcessGroup) -> Strategy:
     """For a forecast, since DDP cannot take fake tensors: its buckets, which are there all the time, are where the
-    gradients lie once they are computed."""
+    gradients lie once they are computed. In DDP's first step there is one for them all, then several, filled in the
+    order in which the gradients came."""
     trained = [one for one in model.parameters() if one.requires_grad]
-    buckets = {id(one): torch.empty_like(one) for one in trained}
+    places, came, steps = _in_buckets(trained, [math.inf]), dict[int, Tensor](), 0
+
+    def before_loss() -> None:
+        nonlocal places, steps
+        if steps == 1:
+            places, steps = {}, 2  # the old one is gone before there are new ones
+            limits = [FIRST_BUCKET_MIB * 2**20, (plan.ddp_bucket_mib or BUCKET_MIB) * 2**20]
+            places = _in_buckets(list(came.values()), limits)
+
+    def after_backward() -> None:
+        nonlocal steps
+        steps = max(steps, 1)
 
     def moved(parameter: Tensor) -> None:
-        parameter.grad = buckets[id(parameter)]
+        came[id(parameter)] = parameter
+        if (place := places.get(id(parameter))) is not None:  # none where it had no gradient before
+            parameter.grad = place
 
     hooks = [one.register_post_accumulate_grad_hook(moved) for one in trained]
 
@@ -144,7 +162,26 @@ def _as_ddp_holds_memory(model: torch.nn.Module, group: ProcessGroup) -> Strateg
         for hook in hooks:
             hook.remove()
 
-    return Strategy(group=group, close=close)
+    return Strategy(group=group, before_loss=before_loss, after_backward=after_backward, close=close)
+
+
+def _in_buckets(gradients: Sequence[Tensor], limits: Sequence[float]) -> dict[int, Tensor]:
+    """For each parameter the place of its gradient: in flat tensors of one dtype, each full once it has so many bytes
+    as its limit says, the last of which holds for all that follow."""
+    buckets: dict[torch.dtype, list[list[Tensor]]] = {}
+    for one in gradients:
+        of_dtype = buckets.setdefault(one.dtype, [[]])
+        limit = limits[min(len(of_dtype), len(limits)) - 1]
+        if sum(other.nbytes for other in of_dtype[-1]) >= limit:
+            of_dtype.append([])
+        of_dtype[-1].append(one)
+    places: dict[int, Tensor] = {}
+    for bucket in itertools.chain.from_iterable(buckets.values()):
+        flat, begin = torch.empty(sum(one.numel() for one in bucket), dtype=bucket[0].dtype, device=bucket[0].device), 0
+        for one in bucket:
+            places[id(one)] = flat.as_strided(one.size(), one.stride(), begin)
+            begin += one.numel()
+    return places
 
 
 def _in_ddp(model: torch.nn.Module, plan: Plan, average_beside: Callable[[], None], *, unused: bool) -> Strategy:

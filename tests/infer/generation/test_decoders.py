@@ -147,7 +147,7 @@ def test_steps_of_one_token_are_replayed_over_tensors_that_stay(monkeypatch: pyt
     """A stand-in for CUDA graphs: captured once for each number of rows, it reads the tensors of its capture alone."""
     captures = []
 
-    def captured(step: Any) -> Any:
+    def captured(step: Any, device: torch.device) -> Any:
         captures.append(step)
         result = step()
 
