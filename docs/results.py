@@ -16,6 +16,7 @@ import json
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -82,7 +83,12 @@ def machine(document: Document) -> str:
     maker_family_model = cpu["model_id"].rpartition("-")[0]
     details = [ARCHITECTURES.get(maker_family_model), *(UNITS[one] for one in UNITS if one in cpu["features"])]
     processor = f"{_short(cpu['name'])} ({', '.join(filter(None, details))})"
-    words = [*(gpu["name"] for gpu in found["devices"]), processor, f"torch {found['versions']['torch']}"]
+    gpus = Counter(gpu["name"] for gpu in found["devices"])
+    words = [
+        *(f"{count} x {name}" if count > 1 else name for name, count in gpus.items()),
+        processor,
+        f"torch {found['versions']['torch']}",
+    ]
     if found["ceilings"]:
         words.append(f"ceilings measured on {found['ceilings']['measured_at'][:10]}")
     return ", ".join(words)
@@ -553,8 +559,13 @@ def ranks_matrix(document: Document) -> str:
         every = [[cells.get((model, name, count)) for count in (2, 4)] for name in strategies]
         of_model = [[one for one in pair if one is not None] for pair in every]  # two ranks do not share in two ways
         rows.append([model, *(", ".join(dict.fromkeys(map(_matrix_cell, pair))) for pair in of_model)])
-    more = f", {document['steps']} steps, 2 and 4 ranks"
+    more = f", {document['steps']} steps, {_ranks(document['cells'])}"
     return table(["model", *strategies], rows, above(document, more))
+
+
+def _ranks(rows: Iterable[Document]) -> str:
+    """'2 and 4 ranks'."""
+    return " and ".join(f"{count}" for count in sorted({one["ranks"] for one in rows})) + " ranks"
 
 
 def _matrix_cell(cell: Document) -> str:
@@ -582,7 +593,7 @@ def ranks_memory(document: Document) -> str:
         late = max(one["most_bytes"] / one["measured_bytes"] for one in found) - 1
         rows.append([name, f"{len(found)}", f"{median(errors):.2f} %", f"{max(errors):.2f} %", percent(late)])
     header = ["", "models and ranks", "median error", "largest", "more than that held in some step, at most"]
-    return table(header, rows, above(document, ", 2 and 4 ranks"))
+    return table(header, rows, above(document, f", {_ranks(document['rows'])}"))
 
 
 FAULTS = {

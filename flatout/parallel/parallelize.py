@@ -250,7 +250,7 @@ def _check_norms(model: Module, plan: Plan) -> None:
         and isinstance(layer, NormWithStatistics)
         and (isinstance(layer, BatchNorm) or layer.running_mean is not None)
     ]
-    sharer = "GPU" if plan.parallel == "dp" else "rank"
+    sharer, alone = ("GPU", "GPU") if plan.parallel == "dp" else ("rank", "process")
     on_gpu = all(one.is_cuda for one in model.parameters())
     if plan.batch_norm == "synced" and not on_gpu:
         raise PlanError(
@@ -274,6 +274,6 @@ def _check_norms(model: Module, plan: Plan) -> None:
         synced = "batch_norm = 'synced', or " if on_gpu and sharer == "rank" else ""
         raise UsageError(
             f"{apart[0] or 'the model'} is a batch norm, and parallel is {plan.parallel!r}",
-            limit=f"its mean and variance would be those of each {sharer}'s share: not the training of one {sharer}",
+            limit=f"its mean and variance would be those of each {sharer}'s share: not the training of one {alone}",
             remedy=f"set {synced}batch_norm = 'local' to accept that; or use GroupNorm or LayerNorm",
         )
