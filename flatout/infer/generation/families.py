@@ -32,6 +32,7 @@ _SHARED = frozenset({"transformers.pytorch_utils", "transformers.activations"})
 REMEDY = "use the model's own generate()"
 
 
+@torch.no_grad()  # a graph would hold the weights as they are now, and a later training could not cut them
 def read_decoder(model: nn.Module) -> Decoder:
     """The model's sizes and weights.
 

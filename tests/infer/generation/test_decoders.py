@@ -143,6 +143,14 @@ def test_the_native_pass_is_bit_identical_in_any_company() -> None:
             assert torch.equal(one[0], found[row]), storage
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_reading_the_weights_keeps_no_graph(kind: str) -> None:
+    """It would hold the shape of each weight's gradient, and ranks that then share the layers cut the weights."""
+    decoder = read_decoder(model(kind))
+    weights = [*decoder.head.weights, *(one for block in decoder.blocks for one in block.qkv.weights)]
+    assert all(one.grad_fn is None for one in weights)
+
+
 def test_steps_of_one_token_are_replayed_over_tensors_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for CUDA graphs: captured once for each number of rows, it reads the tensors of its capture alone."""
     captures = []
