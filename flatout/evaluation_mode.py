@@ -22,10 +22,11 @@ def evaluating(model: Module) -> Iterator[None]:
     pass.
     """
     with _LOCKS.setdefault(model, threading.RLock()):
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
+        trained = [module for module in model.modules() if module.training]
+        if trained:  # generation comes here for each token, and one walk over the modules is enough then
+            model.eval()
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
+            for module in trained:
+                module.training = True

@@ -96,7 +96,7 @@ class _Spread:
         return self._in_parts(model, call, inputs)
 
     def _in_parts(self, model: nn.Module, call: Callable[..., object], inputs: Inputs) -> object:
-        _length(inputs)
+        _length(inputs)  # UsageError, in the words of a call, before those of a batch
         parts = split_batch(inputs, len(self._gpus))
         if len(parts) == 1:
             return call(*inputs[0], **inputs[1])
