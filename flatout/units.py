@@ -128,8 +128,8 @@ def parse_share(text: str) -> float:
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 step', '2 steps'."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """'1 step', '2,000 steps'."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _in_base_units(text: str, units: dict[str, float] | dict[str, int], kind: str, remedy: str) -> float:

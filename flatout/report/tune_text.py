@@ -109,7 +109,7 @@ def _whole_run(whole: WholeRun | None) -> list[str]:
         parts = f"{format_seconds(own)} for Flatout, {format_seconds(levers)} levers"
         text = f"start-up {format_seconds(own + levers)} ({parts})"
     if whole.payoff_steps is not None:
-        text += f", earned back after {whole.payoff_steps:,} steps"
+        text += f", earned back after {counted(whole.payoff_steps, 'step')}"
     if whole.steps is None or whole.plain_seconds is None or whole.planned_seconds is None:
         return [text]
     times = f"{format_seconds(whole.plain_seconds)} -> {format_seconds(whole.planned_seconds)}"

@@ -56,6 +56,8 @@ LEAST_SHARE_BEYOND, SECOND_PAIR_SHARE = 0.1, 0.2
 """Shares of the budget by which it may be exceeded for the fewest pairs that can decide: the larger where the first one
 shows NOTABLE_GAIN or more, as one pair alone confirms only what is beyond x1.66."""
 NOTABLE_GAIN = 1.1
+WARM_IN_STARTED = 1
+"""First steps that are not counted of processes that have made steps under the same levers before."""
 MOST_STARTS = 40
 """A short script is restarted until there are enough windows."""
 USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
@@ -64,6 +66,20 @@ USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
 
 
 Pairs = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Pairs of processes that have started already, as those of a proof."""
+
+    pairs: Sequence[tuple[Arm, Arm]] = ()
+    startup_seconds: float = 0.0
+    """What it takes to turn the candidate on, which these have done."""
+    come_first: bool = False
+    """Is there no time for new ones before them? Otherwise they take the place of those that time is too short for."""
+
+
+NOTHING_STARTED = Started()
 
 
 class Sides(Protocol):
@@ -129,71 +145,120 @@ def compare_afresh(
     deadline: Deadline,
     seconds: float,
     few: FewSteps | None = None,
-    started: tuple[Arm, Arm] | None = None,
+    started: Started = NOTHING_STARTED,
 ) -> Pairing:
     """Takes about `seconds`, or what `deadline` leaves if that is more, until the interval is narrow.
 
     Takes longer where starts or steps are so long that fewer windows would prove nothing. few: the script's length,
-    where whole runs are compared; the length of windows does not matter then. started: a pair of processes that have
-    started already, which is used where time is too short for the fewest new pairs.
+    where whole runs are compared; the length of windows does not matter then.
 
     Raises TrialError if a process fails, TrialEnded if the script is too short even for windows of one step.
     """
     pace = replace(
         pace, least_pairs=LEAST_WINDOWS, most_pairs=MOST_WINDOWS, counts_warm_up=True, stops_when_decided=False
     )
-    least = 1 if few is None else few.pace.least_pairs
-    groups: list[Pairs] = []
-    made: list[Pairing] = []
-    began = deadline.elapsed_seconds
-    left_at_first = deadline.seconds_left
-    available = max(seconds, left_at_first)
+    return _Comparing(sides, pace, deadline, max(seconds, deadline.seconds_left), few, started).run()
 
-    def may_go_on(new_pairs: int) -> bool:
+
+class _Comparing:
+    """One such comparison: a group of pairs of windows for each pair of processes."""
+
+    def __init__(
+        self, sides: Sides, pace: Pace, deadline: Deadline, seconds: float, few: FewSteps | None, started: Started
+    ) -> None:
+        self._sides, self._pace, self._deadline, self._few = sides, pace, deadline, few
+        self._available, self._began = seconds, deadline.elapsed_seconds
+        self._left_at_first = deadline.seconds_left
+        self._started, self._waiting = started, [*started.pairs]
+        self._least = 1 if few is None else few.pace.least_pairs
+        self._groups: list[Pairs] = []
+        self._means: list[tuple[float, float]] = []
+        self._new: list[Pairing] = []
+
+    def run(self) -> Pairing:
+        while self._started.come_first and self._waiting and self._has_too_few():
+            self._compare_started()
+        while not self._groups or self._may_go_on():
+            if len(self._new) == MOST_PROCESS_PAIRS or self._is_narrow() or not self._compare_new():
+                break
+            while self._waiting and self._has_too_few() and not self._may_go_on():
+                self._compare_started()
+        every = [pair for group in self._groups for pair in group]
+        startup = self._new[-1].startup_seconds if self._new else self._started.startup_seconds
+        return replace(
+            Pairing.of(every, self._found(), startup),
+            peak_resident_bytes=self._new[-1].peak_resident_bytes if self._new else None,
+            mean_seconds=mean_of_each(self._means) if self._means else None,
+        )
+
+    def _found(self) -> Comparison:
+        return comparison_of_groups(self._groups, self._pace.least_gain)
+
+    def _is_undecided(self) -> bool:
+        found = self._found()
+        return found.verdict == "not significant" and found.ratio > 1 + self._pace.least_gain
+
+    def _has_too_few(self) -> bool:
+        """Would it take another pair of processes to decide?"""
+        return not self._groups or (self._is_undecided() and len(self._groups) < LEAST_PROCESS_PAIRS)
+
+    def _is_narrow(self) -> bool:
+        return bool(self._groups) and _is_narrow(self._found(), len(self._groups), undecided=self._is_undecided())
+
+    @property
+    def _spent(self) -> float:
+        return self._deadline.elapsed_seconds - self._began
+
+    def _may_go_on(self) -> bool:
         """Is there time for one more new pair?"""
-        spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
-        most = available
-        too_few = len(groups) < LEAST_PROCESS_PAIRS
-        if _is_undecided(found, pace) and not (too_few and started):
-            share = LARGE_UNDECIDED_SHARE if found.ratio > LARGE_GAIN else UNDECIDED_SHARE
-            most += share * deadline.budget_seconds
+        most, budget_seconds = self._available, self._deadline.budget_seconds
+        too_few = len(self._groups) < LEAST_PROCESS_PAIRS
+        if self._is_undecided() and not (too_few and self._waiting):
+            ratio = self._found().ratio
+            most += (LARGE_UNDECIDED_SHARE if ratio > LARGE_GAIN else UNDECIDED_SHARE) * budget_seconds
             if too_few:
-                beyond = SECOND_PAIR_SHARE if found.ratio > NOTABLE_GAIN else LEAST_SHARE_BEYOND
-                most = max(most, left_at_first + beyond * deadline.budget_seconds)
-        return len(groups) < least or spent + spent / new_pairs <= most
+                beyond = SECOND_PAIR_SHARE if ratio > NOTABLE_GAIN else LEAST_SHARE_BEYOND
+                most = max(most, self._left_at_first + beyond * budget_seconds)
+        pair_seconds = self._spent / (len(self._new) or len(self._groups))
+        return len(self._groups) < self._least or self._spent + pair_seconds <= most
 
-    for number in range(MOST_PROCESS_PAIRS):
+    def _compare_new(self) -> bool:
+        """False: a new pair has failed, of which there are enough."""
         pairs: Pairs = []
-        wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
+        number, left = len(self._new), self._available - self._spent
         try:
-            if few is None:
-                pairing, pace = one_pair_of_processes(sides, pace, deadline, left, wanted, pairs)
+            if self._few is None:
+                wanted = max(1, WANTED_PROCESS_PAIRS - number)
+                pairing, self._pace = one_pair_of_processes(
+                    self._sides, self._pace, self._deadline, left, wanted, pairs
+                )
             else:
-                with deadline.stage("the last comparison"):
-                    pairs.append(pair_of_runs(sides.baseline, sides.candidate, few, number))
-                pairing = pairing_of_runs(pairs, few.pace)
+                with self._deadline.stage("the last comparison"):
+                    pairs.append(pair_of_runs(self._sides.baseline, self._sides.candidate, self._few, number))
+                pairing = pairing_of_runs(pairs, self._few.pace)
         except TrialError:
-            if len(groups) < max(least, LEAST_PROCESS_PAIRS):
+            if len(self._groups) < max(self._least, LEAST_PROCESS_PAIRS):
                 raise
-            break  # what the other pairs of processes have shown is worth no less for it
-        groups.append(pairs)
-        made.append(pairing)
-        found = comparison_of_groups(groups, pace.least_gain)
-        too_few = _is_undecided(found, pace) and len(groups) < LEAST_PROCESS_PAIRS
-        if too_few and started is not None and not may_go_on(number + 1):
-            left = available - (deadline.elapsed_seconds - began)
-            windows_seconds = min(max(LEAST_SECONDS, left), MOST_SECONDS)
-            groups += _of_started(started, replace(pace, seconds=windows_seconds), deadline)
-            found, started = comparison_of_groups(groups, pace.least_gain), None
-        if not may_go_on(number + 1) or _is_narrow(found, len(groups), undecided=_is_undecided(found, pace)):
-            break
-    every = [pair for group in groups for pair in group]
-    means = [one.mean_seconds for one in made if one.mean_seconds is not None]
-    return replace(
-        Pairing.of(every, comparison_of_groups(groups, pace.least_gain), made[-1].startup_seconds),
-        peak_resident_bytes=made[-1].peak_resident_bytes,
-        mean_seconds=mean_of_each(means) if means else None,
-    )
+            return False  # what the other pairs of processes have shown is worth no less for it
+        self._new.append(pairing)
+        self._add(pairs, pairing)
+        return True
+
+    def _compare_started(self) -> None:
+        """Windows of processes that are there already; none where they end or fail, as they have done their work."""
+        pairs: Pairs = []
+        pairing = None
+        windows_seconds = min(max(LEAST_SECONDS, self._available - self._spent), MOST_SECONDS)
+        pace = replace(self._pace, seconds=windows_seconds, warm_steps=WARM_IN_STARTED)
+        with self._deadline.stage("the last comparison"), contextlib.suppress(TrialError):
+            pairing = compare_arms(*self._waiting.pop(0), pace, collected=pairs)
+        if len(pairs) >= LEAST_WINDOWS:
+            self._add(pairs, pairing)
+
+    def _add(self, pairs: Pairs, pairing: Pairing | None) -> None:
+        self._groups.append(pairs)
+        if pairing is not None and pairing.mean_seconds is not None:
+            self._means.append(pairing.mean_seconds)
 
 
 def not_confirmed(found: Comparison, where: str = "") -> str:
@@ -201,18 +266,6 @@ def not_confirmed(found: Comparison, where: str = "") -> str:
     between = f" ({found.low:.2f} to {found.high:.2f})" if found.has_interval else ""
     verdict = "slower" if found.verdict == "slower" else "not confirmed"
     return f"{' '.join(filter(None, [verdict, where]))}: x{found.ratio:.2f}{between}"
-
-
-def _is_undecided(found: Comparison, pace: Pace) -> bool:
-    return found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
-
-
-def _of_started(arms: tuple[Arm, Arm], pace: Pace, deadline: Deadline) -> list[Pairs]:
-    """Windows of processes that are there already; none where they end or fail, as they have done their work."""
-    pairs: Pairs = []
-    with deadline.stage("the last comparison"), contextlib.suppress(TrialError):
-        compare_arms(*arms, pace, collected=pairs)
-    return [pairs] if len(pairs) >= LEAST_WINDOWS else []
 
 
 def least_seconds(
@@ -235,10 +288,10 @@ def least_seconds(
         pair_seconds = few.pair_seconds(step_seconds, restart_seconds)
         return max(WANTED_PROCESS_PAIRS, few.pace.least_pairs) * (pair_seconds + levers_start_seconds)
     pace = Pace.for_step(step_seconds, seconds=0.0)
-    steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * pace.pair_steps
-    starting = restart_seconds * (1 if trials.starts_overlap else 2)
-    new_pairs = process_pairs - started_pairs
-    return new_pairs * (starting + levers_start_seconds) + process_pairs * steps * step_seconds
+    steps = 2 * (WARM_IN_STARTED + pace.first_window) + 2 * LEAST_WINDOWS * pace.pair_steps
+    starting = restart_seconds * (1 if trials.starts_overlap else 2) + levers_start_seconds
+    starting += 2 * (pace.warm_steps - WARM_IN_STARTED) * step_seconds
+    return (process_pairs - started_pairs) * starting + process_pairs * steps * step_seconds
 
 
 def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparison:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, split_by_switch
+from flatout.machine.detect import available_memory_bytes
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, allowed, worst
 from flatout.script.numerics import NumericsRequest
 from flatout.script.reference import EARLY_CHECKS
@@ -46,6 +47,8 @@ LEAST_SHARE = 0.05
 """Least share of the whole budget for the steps themselves: starting the runs may take all of the proof's time, and a
 few hundred quick steps cost little in comparison."""
 RECORDING_FACTOR = 1.5
+MEMORY_MARGIN = 1.5
+"""Times the memory of the largest run so far: what has to be free for keeping more than one process of a side."""
 SHARED_START = 0.6
 """Of a start: the cost of each of two that start at once."""
 STATISTICAL_RUNS = 3
@@ -140,10 +143,12 @@ class Prover:
         """Verdicts so far: proving a set again without one of its levers repeats only some claims."""
         self._prestarted: tuple[list[Choice], RunningTrial] | None = None
         """(levers on from its start, a process that starts while another is recorded)"""
-        self.keeps_processes = False
-        """Do the latest process of each side stay where their recording ended, for `arms`?"""
-        self._kept: dict[bool, tuple[list[Choice], RunningTrial]] = {}
-        """Is it with levers? -> (levers, process)"""
+        self.keeps_pairs = 0
+        """How many of the latest processes of each side stay where their recording ended, for `arms`."""
+        self._kept: dict[bool, list[tuple[list[Choice], RunningTrial]]] = {False: [], True: []}
+        """Is it with levers? -> (levers, process), the latest last"""
+        self._peak_bytes = 0
+        """The most memory that a run has taken."""
 
     def __enter__(self) -> Prover:
         return self
@@ -158,16 +163,14 @@ class Prover:
         run_seconds = pattern.start_seconds + max(expected, self._recorded_seconds)
         return runs * run_seconds <= (deadline or self._deadline).seconds_left
 
-    def arms(self, choices: Sequence[Choice]) -> tuple[Arm, Arm] | None:
-        """(plain, planned): new processes too, which have started and compiled; None where none was kept of one side,
-        or its script has ended. They end with the prover."""
-        plain, planned = self._kept.get(False), self._kept.get(True)
-        if plain is None or planned is None or planned[0] != [*choices]:
-            return None
-        if not (plain[1].alive and planned[1].alive):
-            return None
+    def arms(self, choices: Sequence[Choice]) -> list[tuple[Arm, Arm]]:
+        """Pairs of (plain, planned): new processes too, which have started and compiled; as many as were kept of both
+        sides and have not ended. They end with the prover."""
+        plains = [process for _, process in self._kept[False] if process.alive]
+        planned = [process for levers, process in self._kept[True] if levers == [*choices] and process.alive]
         _, live = split_by_switch(choices)
-        return Arm(plain[1], suspended=True), Arm(planned[1], live, suspended=True)
+        both = zip(reversed(plains), reversed(planned), strict=False)
+        return [(Arm(one, suspended=True), Arm(other, live, suspended=True)) for one, other in both]
 
     def close(self) -> None:
         self._drop_prestarted()
@@ -400,38 +403,44 @@ class Prover:
         while True:
             process, alone = self._next_process(from_start, then)
             by_themselves = self._trials.from_the_start()
-            alone = alone and not self._kept and by_themselves is self._trials
+            alone = alone and not any(self._kept.values()) and by_themselves is self._trials
             with self._deadline.stage("the proof"), contextlib.ExitStack() as stack:
                 stack.enter_context(process)
                 try:
                     process.start()
                     began = self._deadline.elapsed_seconds
-                    found = Numerics.from_answer(process.numerics(live, request))
+                    answer = process.numerics(live, request)
+                    found = Numerics.from_answer(answer)
+                    self._peak_bytes = max(self._peak_bytes, answer.get("peak_resident_bytes") or 0)
                     if not choices:
                         self._recorded_seconds = max(self._recorded_seconds, self._deadline.elapsed_seconds - began)
                 except TrialError:
                     if alone:
                         raise
                 else:
-                    if self.keeps_processes and not found.ended:
+                    if self.keeps_pairs and not found.ended:
                         self._keep(process, choices)
                         stack.pop_all()
                     return found
             self._drop_prestarted()
             self._drop_kept()
             # Two processes at once may need more memory than there is.
-            self.keeps_processes, self._trials, then = False, by_themselves, None
+            self.keeps_pairs, self._trials, then = 0, by_themselves, None
 
     def _keep(self, process: RunningTrial, choices: Sequence[Choice]) -> None:
-        before = self._kept.pop(bool(choices), None)
-        if before is not None:
-            before[1].close()
-        self._kept[bool(choices)] = [*choices], process
+        """Instead of an older one of its side, where enough are kept, or memory is short for another run."""
+        of_side = self._kept[bool(choices)]
+        of_side.append(([*choices], process))
+        while len(of_side) > self.keeps_pairs or (len(of_side) > 1 and not self._has_memory_for_a_run()):
+            of_side.pop(0)[1].close()
+
+    def _has_memory_for_a_run(self) -> bool:
+        return available_memory_bytes() > MEMORY_MARGIN * self._peak_bytes
 
     def _drop_kept(self) -> None:
-        for _, process in self._kept.values():
-            process.close()
-        self._kept.clear()
+        for of_side in self._kept.values():
+            while of_side:
+                of_side.pop()[1].close()
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
         """For few steps, every second one, so that a step from the run's own state lies in between, and the last, whose

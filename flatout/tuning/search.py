@@ -30,7 +30,7 @@ from flatout.tuning.proposals import COMPARISON_SECONDS, TRIALS_COST, Proposals,
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_few_to_fit, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials, once_more_if_ended, restart_seconds
-from flatout.tuning.verifier import STEPS_SHARE, least_seconds
+from flatout.tuning.verifier import PAIRS_OF_PROOF, STEPS_SHARE, least_seconds
 from flatout.tuning.windows import (
     FEWEST_STEPS,
     WANTED_PAIRS,
@@ -51,7 +51,7 @@ COMPILED_AGAIN_BY = 3
 """Processes of the verifier that compile again at least: two in the proof, one in the last comparison."""
 WHILE_NOTHING_IS_KEPT = 1.5
 """Times the verifier's minimum: what is reserved for it while nothing is kept."""
-MOST_OVER, WATCHED_STEPS = 1.5, 4
+MOST_OVER, WATCHED_STEPS = 2.5, 4
 """Times the budget: how much longer a tune of long steps may take, which is said as soon as it is known. And the steps
 that are watched before its first trial."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
@@ -109,8 +109,8 @@ class TrainingSearch(Search[Choice]):
         self._restarts = 0
         self._compile_seconds = 0.0
         """Compilation time of what is kept."""
-        self._steps_share = STEPS_SHARE
-        """Most of the budget that is kept back for the verifier's steps."""
+        self._left_for_verifier: float | None = None
+        """Seconds that are kept back for a verifier that may take longer than the budget; None: it may not."""
         self._length: int | None = None
         """Steps of a script that has ended."""
         self._watched_again = 0
@@ -377,12 +377,11 @@ class TrainingSearch(Search[Choice]):
         """Where the budget has room for one trial, but not for the verifier's steps besides: let these take longer than
         the budget. Such scripts would be refused otherwise."""
         trial = (WATCHED_STEPS + self._fewest_steps(step_seconds)) * step_seconds
-        starts, whole = (self._least_for_verifier(step_seconds, steps_share=share) for share in (0.0, math.inf))
         budget_seconds = self._deadline.budget_seconds
         left = budget_seconds - self._deadline.elapsed_seconds
-        over = trial + whole - left
-        if trial + starts <= left and over <= MOST_OVER * budget_seconds:
-            self._steps_share = (left - trial - starts) / budget_seconds
+        over = trial + self._least_for_verifier(step_seconds, steps_share=math.inf, of_proof=PAIRS_OF_PROOF) - left
+        if trial <= left and over <= MOST_OVER * budget_seconds:
+            self._left_for_verifier = left - trial
             self._keep_back(step_seconds)
             self._progress(f"long steps: this tune will take about {format_seconds(over)} longer than its budget")
 
@@ -397,7 +396,12 @@ class TrainingSearch(Search[Choice]):
         """Reserve more for the verifier where slow starts or long steps make it slow, as a search that leaves no time
         for it is useless; and less while there is nothing to verify."""
         usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
-        least = max(least, usual) if self.state.kept else max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
+        if self.state.kept:
+            least = max(least, usual)
+        elif self._left_for_verifier is not None:
+            least = self._left_for_verifier
+        else:
+            least = max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
         before, self._deadline = self._deadline, self.limits.deadline.reserving(least - usual)
         if before.stopped:  # by Ctrl-C, perhaps just now
             self._deadline.stopped = True
@@ -405,14 +409,20 @@ class TrainingSearch(Search[Choice]):
             self._process.deadline = self._deadline
 
     def _least_for_verifier(
-        self, step_seconds: float, compile_seconds: float | None = None, steps_share: float | None = None
+        self,
+        step_seconds: float,
+        compile_seconds: float | None = None,
+        steps_share: float | None = None,
+        of_proof: int = 1,
     ) -> float:
-        """compile_seconds: None: of what is kept. steps_share: None: as it was decided, or what the verifier needs once
-        something is kept, which it would have to drop without a conclusive comparison."""
+        """compile_seconds: None: of what is kept. steps_share: None: the usual one, or what the verifier needs once
+        something is kept, which it would have to drop without a conclusive comparison. of_proof: as in
+        `least_seconds`."""
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
         if steps_share is None:
-            steps_share = math.inf if self.state.kept else self._steps_share
-        needed = least_seconds(step_seconds, self.state, self.trials, self._deadline.budget_seconds, steps_share)
+            steps_share = math.inf if self.state.kept else STEPS_SHARE
+        budget_seconds = self._deadline.budget_seconds
+        needed = least_seconds(step_seconds, self.state, self.trials, budget_seconds, steps_share, of_proof)
         return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
 
     def _fewest_steps(self, step_seconds: float) -> int:

@@ -393,7 +393,7 @@ class StepTrial:
                 found = recorder.finish()
         off = self._rolled_back
         raise_if_off({one: off[one.lever.name] for one in choices if one.lever.name in off})
-        return {**found, "ended": False, "unseeded": []}
+        return {**found, "ended": False, "unseeded": [], "peak_resident_bytes": None}
 
     # inside
 

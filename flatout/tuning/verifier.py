@@ -18,7 +18,7 @@ from flatout.search.trial import Trial
 from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
 from flatout.tuning.fitting import Fit
-from flatout.tuning.last_comparison import PlainAndPlanned, compare_afresh, not_confirmed, trials_as_used
+from flatout.tuning.last_comparison import PlainAndPlanned, Started, compare_afresh, not_confirmed, trials_as_used
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.trials import Trials, restart_seconds
@@ -30,6 +30,9 @@ COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
 a conclusive comparison, everything that was found is dropped."""
 PROOF_MARGIN = 1.5
 """Times the minimum of a proof."""
+PAIRS_OF_PROOF = last_comparison.LEAST_PROCESS_PAIRS
+"""Pairs of its processes that are compared where there is no time for new ones: of a 'reduced' plan, which it runs
+twice, as it runs the plain script."""
 KEEPING_MARGIN = 2.0
 """Times the expected length of the last comparison: where there is less, processes of the proof stay for it. Pairs of
 new processes took up to twice as long as the restarts of a search let expect."""
@@ -43,15 +46,21 @@ TYPICAL_SHARE = 0.8
 
 
 def least_seconds(
-    step_seconds: float, state: SearchState, trials: Trials, budget_seconds: float, steps_share: float = STEPS_SHARE
+    step_seconds: float,
+    state: SearchState,
+    trials: Trials,
+    budget_seconds: float,
+    steps_share: float = STEPS_SHARE,
+    of_proof: int = 1,
 ) -> float:
     """What a search must leave for proof and last comparison. steps_share: of the budget, reserved for steps at
-    most."""
+    most. of_proof: pairs of processes of the proof that are compared as well."""
     few, compared = state.few_steps, trials_as_used(trials, state.few_steps)
-    proved_start, compared_start = (restart_seconds(one, state.startup_seconds) for one in (trials, compared))
-    proofs = _pairs_of_proof(trials, few)
+    proofs = of_proof if _proof_can_be_compared(trials, few) else 0
+    proved = trials if proofs < PAIRS_OF_PROOF else compared
+    proved_start, compared_start = (restart_seconds(one, state.startup_seconds) for one in (proved, compared))
     starts, whole = (
-        prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=proved_start, few=few), trials)
+        prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=proved_start, few=few), proved)
         + last_comparison.least_seconds(seconds, compared_start, compared, few=few, started_pairs=proofs)
         for seconds in (0.0, step_seconds)
     )
@@ -60,10 +69,10 @@ def least_seconds(
     return starts + min(whole - starts, steps_share * budget_seconds)
 
 
-def _pairs_of_proof(trials: Trials, few: FewSteps | None) -> int:
-    """Pairs of processes of the proof that can be compared as well, where there is no time for more new ones. A proof
-    of a TrainStep makes copies in one process, and one of whole runs ends them."""
-    return int(few is None and trials.kind == "script")
+def _proof_can_be_compared(trials: Trials, few: FewSteps | None) -> bool:
+    """Can its processes be compared, where there is no time for more new ones? A proof of a TrainStep makes copies in
+    one process, and one of whole runs ends them."""
+    return few is None and trials.kind == "script"
 
 
 class Verifier:
@@ -81,7 +90,7 @@ class Verifier:
         self._exactness = exactness
         """The weakest claim that may be made."""
         share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state, trials)
-        few, proofs = state.few_steps, _pairs_of_proof(trials, state.few_steps)
+        few, proofs = state.few_steps, int(_proof_can_be_compared(trials, state.few_steps))
         self._compared = trials_as_used(trials, few)
         starts = restart_seconds(self._compared, state.startup_seconds), self._compared, _levers_start_seconds(state)
 
@@ -95,10 +104,15 @@ class Verifier:
         self.warnings: list[str] = []
         before = deadline.reserving(self._comparison_seconds)
         latest = deadline.reserving(least - last_comparison.LEAST_SHARE_BEYOND * deadline.budget_seconds)
-        self._prover = Prover(trials, pattern, before, progress, latest)
         # They take memory while others run, so they stay only where time may be too short for pairs of new ones.
-        short = beside_proof < KEEPING_MARGIN * needed and state.first_observed.device == "cpu"
-        self._prover.keeps_processes = short and bool(proofs)
+        keeps = bool(proofs) and state.first_observed.device == "cpu" and beside_proof < KEEPING_MARGIN * needed
+        claims = {choice.exactness for choice in state.kept}
+        self._only_those_of_the_proof = keeps and beside_proof < least and "reduced" in claims  # it runs a plan twice
+        if self._only_those_of_the_proof:
+            trials = trials.in_new_processes()
+            pattern = replace(pattern, start_seconds=restart_seconds(trials, state.startup_seconds))
+        self._prover = Prover(trials, pattern, before, progress, latest)
+        self._prover.keeps_pairs = PAIRS_OF_PROOF if self._only_those_of_the_proof else int(keeps)
 
     def _claim_what_there_is_time_for(self, pattern: Pattern, comparison_seconds: float) -> float:
         """Seconds left beside the proof of what is claimed after this.
@@ -257,7 +271,11 @@ class Verifier:
                 self._deadline,
                 self._comparison_seconds,
                 self.state.few_steps,
-                self._prover.arms(self.state.kept),
+                Started(
+                    pairs=self._prover.arms(self.state.kept),
+                    startup_seconds=_levers_start_seconds(self.state),
+                    come_first=self._only_those_of_the_proof,
+                ),
             )
         except (TrialError, ScriptError) as error:
             self.warnings.append(f"the last comparison {self.trials.afresh} was cut short: {error}")

@@ -217,7 +217,8 @@ def compare_arms(
     startup, usual = warm_up(candidate, pace, tried)
     sides = _Side(baseline, pace.settle), _Side(candidate, pace.settle, usual)
     if baseline.process is not candidate.process:
-        _, sides[0].usual_seconds = warm_up(baseline, pace)
+        own, sides[0].usual_seconds = warm_up(baseline, pace)
+        startup = max(0.0, startup - own)  # first steps of the script itself may take longer: it evaluates, say
     if not pace.counts_warm_up:
         began = time.monotonic()
     pairs = collected if collected is not None else []

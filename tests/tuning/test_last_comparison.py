@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flatout.tuning.last_comparison import (
     MANY_PROCESS_PAIRS,
     MOST_PROCESS_PAIRS,
     PlainAndPlanned,
+    Started,
     _is_narrow,
     compare_afresh,
     comparison_of_groups,
@@ -149,7 +151,9 @@ def test_the_proofs_processes_are_compared_where_time_is_short(
     monkeypatch.setattr(last_comparison, "compare_arms", compare)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)
-    found = compare_afresh(PlainAndPlanned(setup, []), Pace.for_step(1e-3, seconds=9.0), deadline, 9.0, started=arms)
+    found = compare_afresh(
+        PlainAndPlanned(setup, []), Pace.for_step(1e-3, seconds=9.0), deadline, 9.0, started=Started(pairs=[arms])
+    )
     assert found.comparison.pairs == pairs
     assert found.comparison.verdict == "faster"
 
@@ -185,8 +189,57 @@ def test_where_the_proofs_processes_do_not_decide_a_new_pair_may_take_longer(
     setup, arms = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path), ("plain", "planned")
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)
     pace = Pace.for_step(1e-3, seconds=9.0)
-    found = compare_afresh(PlainAndPlanned(setup, []), pace, deadline, 9.0, started=arms)  # type: ignore[arg-type]
+    started = Started(pairs=[arms])  # type: ignore[list-item]
+    found = compare_afresh(PlainAndPlanned(setup, []), pace, deadline, 9.0, started=started)
     assert (found.comparison.pairs, found.comparison.verdict) == (pairs, verdict)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "new", "pairs", "verdict"),
+    [
+        ((1.3, 1.3), 0, 8 + 8, "faster"),
+        ((2.0, 2.0), 0, 8, "faster"),  # one is enough
+        ((1.0, 1.0), 0, 8, "not significant"),  # and here no other would help
+        ((1.3, 1.6), 0, 8 + 8, "not significant"),  # there is no time for new ones
+        ((1.3, None), 0, 8, "not significant"),  # one has ended
+        ((None, 2.0), 0, 8, "faster"),
+        ((None, None), 1, 8, "not significant"),
+    ],
+)
+def test_where_there_is_no_time_for_new_processes_those_of_the_proof_come_first(
+    ratios: tuple[float | None, ...],
+    new: int,
+    pairs: int,
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, made, left = 0.0, 0, iter(ratios)
+
+    def one_pair(sides: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+        nonlocal now, made
+        now, made = now + 8.0, made + 1
+        pairs += group(1.3)
+        return replace(pairing_of_runs(pairs, pace), startup_seconds=3.0), pace
+
+    def compare(*arms: Any, collected: list[Any]) -> Any:
+        nonlocal now
+        now, ratio = now + 8.0, next(left)
+        if ratio is None:
+            raise TrialEnded("train.py", 0, steps=3)
+        collected += group(ratio)
+        return replace(pairing_of_runs(collected, arms[-1]), mean_seconds=(1.3, 1.0), peak_resident_bytes=(2, 1))
+
+    monkeypatch.setattr(last_comparison, "one_pair_of_processes", one_pair)
+    monkeypatch.setattr(last_comparison, "compare_arms", compare)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    deadline = Deadline(100.0, clock=lambda: now).within(1.0)
+    started = Started(pairs=[("a", "b")] * 2, startup_seconds=7.0, come_first=True)  # type: ignore[list-item]
+    pace = Pace.for_step(1e-3, seconds=1.0)
+    found = compare_afresh(PlainAndPlanned(setup, []), pace, deadline, 1.0, started=started)
+    assert (found.comparison.pairs, found.comparison.verdict, made) == (pairs, verdict, new)
+    assert found.startup_seconds == (3.0 if new else 7.0)
+    assert found.peak_resident_bytes is None  # what was recorded in them took memory too
 
 
 def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:

@@ -408,30 +408,43 @@ def test_with_the_network_of_the_machine_one_runs_after_the_other(tmp_path: Path
 
 def test_the_last_process_of_each_side_stays_for_the_comparison(tmp_path: Path, started: type[Started]) -> None:
     with unrecorded(tmp_path) as prover:
-        prover.keeps_processes = True
+        prover.keeps_pairs = 1
         prover._record([])
-        assert prover.arms([BITS]) is None
+        assert prover.arms([BITS]) == []
         prover._record([])
         prover._record([BITS])
         assert started.log == [
             *("spawn 1", "record 1", "spawn 2", "record 2", "close 1", "spawn 3", "record 3"),
         ]
-        arms = prover.arms([BITS])
-        assert arms is not None
+        (arms,) = prover.arms([BITS])
         assert [arm.process.name for arm in arms] == ["2", "3"]  # type: ignore[attr-defined]
         assert [arm.choices for arm in arms] == [(), [BITS]]
-        assert prover.arms([BITS, FROM_START]) is None
+        assert prover.arms([BITS, FROM_START]) == []
     assert started.log[-2:] == ["close 2", "close 3"]
+
+
+@pytest.mark.parametrize(("available", "kept"), [(8 << 30, [["3", "5"], ["2", "4"]]), (5 << 30, [["3", "5"]])])
+def test_two_pairs_stay_where_there_is_memory_for_another_run(
+    available: int, kept: list[list[str]], tmp_path: Path, started: type[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.tuning.prover.available_memory_bytes", lambda: available)
+    with unrecorded(tmp_path) as prover:
+        prover.keeps_pairs, prover._peak_bytes = 2, 4 << 30
+        for choices in ([], [], [], [BITS], [BITS]):
+            prover._record(choices)
+        names = [[arm.process.name for arm in pair] for pair in prover.arms([BITS])]  # type: ignore[attr-defined]
+        assert names == kept
+    assert len([line for line in started.log if line.startswith("close")]) == 5
 
 
 def test_processes_that_stay_make_room_where_another_one_fails(tmp_path: Path, started: type[Started]) -> None:
     started.failing = [2]
     with unrecorded(tmp_path) as prover:
-        prover.keeps_processes = True
+        prover.keeps_pairs = 1
         prover._record([])
         prover._record([BITS])
         assert started.log == ["spawn 1", "record 1", "spawn 2", "close 2", "close 1", "spawn 3", "record 3", "close 3"]
-        assert prover.arms([BITS]) is None
+        assert prover.arms([BITS]) == []
 
 
 def test_what_fails_beside_another_run_is_tried_alone(tmp_path: Path, started: type[Started]) -> None:

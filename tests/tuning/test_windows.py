@@ -74,6 +74,13 @@ def test_peaks_are_those_of_processes_of_their_own() -> None:
     assert compare_arms(Arm(one), Arm(other, [CHOICE]), PACE, CHOICE).peak_resident_bytes is None
 
 
+def test_what_the_plain_first_steps_take_as_well_is_no_part_of_the_start() -> None:
+    """As where a script evaluates at its first step."""
+    plain, planned = Pretended(0.005, first=4.0), Pretended(0.005, first=6.0)
+    pairing = compare_arms(Arm(plain), Arm(planned, [CHOICE]), PACE, CHOICE)
+    assert pairing.startup_seconds == pytest.approx(2.0, rel=0.01)
+
+
 class Compiling(Faster):
     compiles = True
 

@@ -10,7 +10,7 @@ from flatout.report.html.blocks import Verdict
 from flatout.report.html.reading import Part
 from flatout.report.step_text import percent, training_elsewhere
 from flatout.statistics import median
-from flatout.units import format_bytes, format_number, format_seconds
+from flatout.units import counted, format_bytes, format_number, format_seconds
 
 PART_NAMES = {
     "data": "waiting for data",
@@ -154,7 +154,7 @@ def _whole_run(whole: Part) -> str:
     if steps and plain and planned:
         times = f"{format_seconds(plain)} → {format_seconds(planned)}"
         return f"×{plain / planned:.2f} over {steps:,.0f} steps, start-up included ({times})"
-    return f"start-up is earned back after {payoff:,.0f} steps" if payoff else ""
+    return f"start-up is earned back after {counted(round(payoff), 'step')}" if payoff else ""
 
 
 def _of_run(doc: Part) -> Verdict:
