@@ -51,9 +51,9 @@ COMPILED_AGAIN_BY = 3
 """Processes of the verifier that compile again at least: two in the proof, one in the last comparison."""
 WHILE_NOTHING_IS_KEPT = 1.5
 """Times the verifier's minimum: what is reserved for it while nothing is kept."""
-MOST_OVER, WATCHED_STEPS = 2.5, 4
-"""Times the budget: how much longer a tune of long steps may take, which is said as soon as it is known. And the steps
-that are watched before its first trial."""
+MOST_OVER, WATCHED_STEPS, TRIALS_WANTED = 2.5, 4, 2
+"""Times the budget: how much longer a tune of long steps may take, which is said as soon as it is known. The steps that
+are watched before its first trial. And its trials, where the budget has room for them: one alone may stay undecided."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
 """Share of the budget spent on timing more first steps, and how many, before a budget is rejected as too short."""
 OBSERVATION_SHARE = 0.1
@@ -374,14 +374,15 @@ class TrainingSearch(Search[Choice]):
         return self._affordable_steps(step_seconds)
 
     def _let_verifier_go_over(self, step_seconds: float) -> None:
-        """Where the budget has room for one trial, but not for the verifier's steps besides: let these take longer than
-        the budget. Such scripts would be refused otherwise."""
-        trial = (WATCHED_STEPS + self._fewest_steps(step_seconds)) * step_seconds
-        budget_seconds = self._deadline.budget_seconds
+        """Where the budget has room for a trial, but not for the verifier besides: let that take longer. Such
+        scripts would be refused otherwise."""
+        budget_seconds, fewest = self._deadline.budget_seconds, self._fewest_steps(step_seconds)
         left = budget_seconds - self._deadline.elapsed_seconds
-        over = trial + self._least_for_verifier(step_seconds, steps_share=math.inf, of_proof=PAIRS_OF_PROOF) - left
-        if trial <= left and over <= MOST_OVER * budget_seconds:
-            self._left_for_verifier = left - trial
+        one, wanted = ((WATCHED_STEPS + trials * fewest) * step_seconds for trials in (1, TRIALS_WANTED))
+        search = min(left, wanted)
+        over = search + self._least_for_verifier(step_seconds, steps_share=math.inf, of_proof=PAIRS_OF_PROOF) - left
+        if one <= left and over <= MOST_OVER * budget_seconds:
+            self._left_for_verifier = left - search
             self._keep_back(step_seconds)
             self._progress(f"long steps: this tune will take about {format_seconds(over)} longer than its budget")
 

@@ -111,15 +111,26 @@ def test_with_long_steps_the_proof_goes_over_the_budget_where_a_trial_fits(tmp_p
     assert asked._affordable_of_first(process, 1.4) == 2
     (line,) = said
     assert line.startswith("long steps: this tune will take about ")
-    assert 14.0 < asked._remaining() < 20.0
+    assert 33.0 < asked._remaining() < 34.0
     asked._keep_back(1.4)  # as after a trial
-    assert 14.0 < asked._remaining() < 20.0
+    assert 33.0 < asked._remaining() < 34.0
+    clock.now = 24.0  # there is room for one trial only
+    late = TrainingSearch(setup, CPU, (), limits, said.append)
+    late.state.startup_seconds = 4.5
+    late._affordable_of_first(process, 1.4)
+    assert len(said) == 2
+    assert late._remaining() == pytest.approx(33.6)
+    clock.now = 38.0
+    last = TrainingSearch(setup, CPU, (), limits, said.append)
+    last.state.startup_seconds = 4.5
+    last._affordable_of_first(process, 1.4)
+    assert last._remaining() == pytest.approx(22.0)
     process.seconds = 4.0
     other = TrainingSearch(setup, CPU, (), limits, said.append)
     other.state.startup_seconds = 4.5
     with pytest.raises(ScriptError, match="a step 4 s"):
         other._affordable_of_first(process, 4.0)
-    assert len(said) == 1
+    assert len(said) == 3
 
 
 def test_no_start_is_begun_that_ends_after_the_time(tmp_path: Path) -> None:
