@@ -44,7 +44,8 @@ parameters-not-in-optimizer modules-made-in-forward needless-retain-graph needle
 data-parallel channels-last-missing cudnn-benchmark-changing-shapes denormals thread-oversubscription huge-softmax
 unfused-attention memory-leak allocator-churn costly-checkpointing graph-kept-by-logging anomaly-mode python-time
 plotting-time logging-time disk-time no-seed loss-not-falling vanishing-gradients exploding-gradients half-weights
-zero-grad-fills reserved-unused slower-on-gpu hand-written-layer debug-mode wrong-lstm-gradients
+optimizer-made-in-each-step zero-grad-fills reserved-unused slower-on-gpu hand-written-layer debug-mode
+wrong-lstm-gradients
 """
 SUBJECTS = frozenset(_SUBJECTS.split())
 """Names of findings that accuse a script."""

@@ -1,4 +1,4 @@
-"""How data is loaded: whole batches of a TensorDataset, page-locked batches, copies that are not waited for."""
+"""How data is loaded: whole batches of data in memory, page-locked batches, copies that are not waited for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from flatout.plan_choices import ChoiceValue
+from flatout.source_patch import image_sets
 from flatout.source_patch.edits import Changed, NoSourceForm, Replacement, with_keyword
 from flatout.source_patch.setting_forms import Notes
 from flatout.source_patch.source_file import SourceFile, called, dotted, keyword
@@ -34,22 +35,26 @@ SETTINGS = (
 
 
 def fetch(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:
-    """A sampler of lists of indices, so that one indexing operation makes a batch: the documented way to switch off
-    automatic batching. Order and random numbers are those of the loader that it replaces."""
+    """Of a TensorDataset a sampler of lists of indices, so that one indexing operation makes a batch: the documented
+    way to switch off automatic batching. Order and random numbers are those of the loader that it replaces."""
     for one in training_loaders(sources, training_step(sources, tuned.trained)):
         call = one.node
         assert isinstance(call, cst.Call)
+        dataset = _dataset(one.file, call)
+        data = sources.values(one.file, dataset)
+        if data is not None and len(data) == 1 and image_sets.kind_of(data[0]):
+            image_sets.fetch_whole(sources, choice, one, dataset, data[0])
+            continue
         given = _arguments(one.file, call)
         for name in ("batch_sampler", "collate_fn", "worker_init_fn"):
             if name in given:
                 raise NoSourceForm(f"{one.file.place(call)}: the loader has its own {name}")
         if "num_workers" in given and one.file.code(given["num_workers"].value) != "0":
             raise NoSourceForm(f"{one.file.place(call)}: the loader has worker processes")
-        data = sources.values(one.file, given["dataset"].value)
         if not data or not _are_made_by(data, IN_MEMORY):
             raise NoSourceForm(
-                f"{one.file.place(call)}: the source does not show that its data set is a TensorDataset; others are "
-                "fetched by whole batches under flatout run alone"
+                f"{one.file.place(call)}: the source does not show that its data set is a TensorDataset or one of "
+                "torchvision's in memory; others are fetched by whole batches under flatout run alone"
             )
         for file in sources.files:
             for attribute in file.find(cst.Attribute):
@@ -115,9 +120,15 @@ def _arguments(file: SourceFile, call: cst.Call) -> dict[str, cst.Arg]:
         if one.star:
             raise NoSourceForm(f"{file.place(call)}: some of the loader's arguments are known only when it runs")
         found[PARAMETERS[place] if one.keyword is None else one.keyword.value] = one
-    if "dataset" not in found:
-        raise NoSourceForm(f"{file.place(call)}: the loader has no data set")
     return found
+
+
+def _dataset(file: SourceFile, call: cst.Call) -> cst.BaseExpression:
+    """What the loader is given first, or by that name."""
+    first = next((one for one in call.args[:1] if one.keyword is None and not one.star), keyword(call, "dataset"))
+    if first is None:
+        raise NoSourceForm(f"{file.place(call)}: the source does not show the loader's data set")
+    return first.value
 
 
 def _fetch_whole(sources: Sources, choice: str, loader: Value, given: dict[str, cst.Arg]) -> None:
