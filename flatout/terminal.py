@@ -8,6 +8,10 @@ import sys
 from typing import TextIO
 
 
+class Notice(str):
+    """A text of progress that stays to be read, where others are replaced by the next one."""
+
+
 def is_terminal(stream: object) -> bool:
     """False also for a stream that is None (`>&-`, pythonw), closed, or an object of another kind."""
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatout.errors import UsageError
 from flatout.temporary_folders import temporary_folder
-from flatout.terminal import is_terminal, tell
+from flatout.terminal import Notice, is_terminal, tell
 from flatout.units import format_seconds
 
 LOG_SECONDS = 60.0
@@ -26,14 +26,14 @@ WAITING = "waiting for standard input to end, as every trial gets a copy; for no
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
     """One line on a terminal's stderr that is rewritten. Elsewhere (nohup, a batch system, CI) a line at most once a
-    minute, and none of work that takes less."""
+    minute, and none of work that takes less. A Notice stays, and is always printed."""
     if not is_terminal(sys.stderr):
         yield _log_line()
         return
 
     def show(text: str) -> None:
         width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write(f"\r\x1b[K{text[:width]}")
+        sys.stderr.write(f"\r\x1b[K{text}\n" if isinstance(text, Notice) else f"\r\x1b[K{text[:width]}")
         sys.stderr.flush()
 
     try:
@@ -49,7 +49,7 @@ def _log_line() -> Callable[[str], None]:
     def show(text: str) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last < LOG_SECONDS or sys.stderr is None:
+        if (now - last < LOG_SECONDS and not isinstance(text, Notice)) or sys.stderr is None:
             return
         last = now
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed

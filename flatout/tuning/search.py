@@ -24,6 +24,7 @@ from flatout.search.deadline import BudgetSpent
 from flatout.search.search import BUSY_FROM, Progress, Proposal, Search
 from flatout.search.trial import Measured, Trial
 from flatout.statistics import Comparison
+from flatout.terminal import Notice
 from flatout.tuning.fitting import Fit, combinations, fit, judge_gain
 from flatout.tuning.history import History, Training
 from flatout.tuning.proposals import COMPARISON_SECONDS, TRIALS_COST, Proposals, SearchLimits, least_trial_seconds
@@ -384,7 +385,8 @@ class TrainingSearch(Search[Choice]):
         if one <= left and over <= MOST_OVER * budget_seconds:
             self._left_for_verifier = left - search
             self._keep_back(step_seconds)
-            self._progress(f"long steps: this tune will take about {format_seconds(over)} longer than its budget")
+            longer = f"this tune will take about {format_seconds(over)} longer than its budget"
+            self._progress(Notice(f"steps of {format_seconds(step_seconds)}: {longer}"))
 
     @contextlib.contextmanager
     def _explaining_stops(self) -> Iterator[None]:

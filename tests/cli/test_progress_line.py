@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.cli import streams
+from flatout.terminal import Notice
 
 
 def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,3 +33,17 @@ def test_a_stream_that_nobody_reads_stops_nothing(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sys, "stderr", closed)
     with streams.progress_line() as progress:
         progress("trying a lever")
+
+
+def test_a_notice_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = itertools.count(0.0, 7.0)
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with streams.progress_line() as progress:
+        progress("trying a lever")
+        progress(Notice("this takes longer"))
+    assert capsys.readouterr().err == "flatout, after 14 s: this takes longer\n"
+    monkeypatch.setattr(streams, "is_terminal", lambda stream: True)
+    with streams.progress_line() as progress:
+        progress(Notice("this takes longer"))
+        progress("trying a lever")
+    assert capsys.readouterr().err == "\r\x1b[Kthis takes longer\n\r\x1b[Ktrying a lever\r\x1b[K"

@@ -26,6 +26,7 @@ from flatout.script.trial.answers import TrialHangs, Window
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.terminal import Notice
 from flatout.tuning import verifier
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.search import TrainingSearch
@@ -110,7 +111,8 @@ def test_with_long_steps_the_proof_goes_over_the_budget_where_a_trial_fits(tmp_p
     process: Any = Stepping(1.4)
     assert asked._affordable_of_first(process, 1.4) == 2
     (line,) = said
-    assert line.startswith("long steps: this tune will take about ")
+    assert line.startswith("steps of 1.4 s: this tune will take about ")
+    assert isinstance(line, Notice)
     assert 33.0 < asked._remaining() < 34.0
     asked._keep_back(1.4)  # as after a trial
     assert 33.0 < asked._remaining() < 34.0
