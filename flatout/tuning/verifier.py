@@ -107,12 +107,12 @@ class Verifier:
         # They take memory while others run, so they stay only where time may be too short for pairs of new ones.
         keeps = bool(proofs) and state.first_observed.device == "cpu" and beside_proof < KEEPING_MARGIN * needed
         claims = {choice.exactness for choice in state.kept}
-        self._only_those_of_the_proof = keeps and beside_proof < least and "reduced" in claims  # it runs a plan twice
-        if self._only_those_of_the_proof:
+        self._has_no_time_for_new_ones = keeps and beside_proof < least and "reduced" in claims  # it runs a plan twice
+        if self._has_no_time_for_new_ones:
             trials = trials.in_new_processes()
             pattern = replace(pattern, start_seconds=restart_seconds(trials, state.startup_seconds))
         self._prover = Prover(trials, pattern, before, progress, latest)
-        self._prover.keeps_pairs = PAIRS_OF_PROOF if self._only_those_of_the_proof else int(keeps)
+        self._prover.keeps_pairs = PAIRS_OF_PROOF if self._has_no_time_for_new_ones else int(keeps)
 
     def _claim_what_there_is_time_for(self, pattern: Pattern, comparison_seconds: float) -> float:
         """Seconds left beside the proof of what is claimed after this.
@@ -264,6 +264,12 @@ class Verifier:
         load = LoadWatch()
         pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=self._comparison_seconds)
         pace = pace.within(self.state.total_steps)
+        of_proof = self._prover.arms(self.state.kept)
+        started = Started(
+            pairs=of_proof,
+            startup_seconds=_levers_start_seconds(self.state),
+            come_first=self._has_no_time_for_new_ones and len(of_proof) >= PAIRS_OF_PROOF,
+        )
         try:
             return compare_afresh(
                 PlainAndPlanned(self._compared, self.state.kept),
@@ -271,11 +277,7 @@ class Verifier:
                 self._deadline,
                 self._comparison_seconds,
                 self.state.few_steps,
-                Started(
-                    pairs=self._prover.arms(self.state.kept),
-                    startup_seconds=_levers_start_seconds(self.state),
-                    come_first=self._only_those_of_the_proof,
-                ),
+                started,
             )
         except (TrialError, ScriptError) as error:
             self.warnings.append(f"the last comparison {self.trials.afresh} was cut short: {error}")

@@ -6,11 +6,13 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flatout.levers.lever import Choice, Graph, choices_of_plan, graph_of
+from flatout.levers.observed import Observed
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.script.trial.setup import TrialSetup
@@ -19,6 +21,7 @@ from flatout.search.trial import Trial
 from flatout.sequential import compare_so_far
 from flatout.tuning import verifier as verifier_module
 from flatout.tuning.fitting import Fit
+from flatout.tuning.last_comparison import Started
 from flatout.tuning.results import SearchState
 from flatout.tuning.verifier import Verifier, gain_of_all_steps
 from flatout.tuning.windows import Pairing
@@ -201,6 +204,33 @@ def test_a_gain_that_new_processes_do_not_show_is_dropped(
     assert [(trial.outcome, trial.reason) for trial in state.trials] == [
         ("dropped", f"faster in the search, {said}")
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("left", "claim", "kept_pairs", "forked"),
+    [(3000.0, REDUCES, 0, True), (150.0, REDUCES, 1, True), (40.0, REDUCES, 2, False), (40.0, ROUNDS, 1, True)],
+)
+def test_the_shorter_the_time_the_more_processes_of_the_proof_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: float, claim: Choice, kept_pairs: int, forked: bool
+) -> None:
+    """Without any new ones only where the proof runs the plan twice, and in no forks, as these are compared."""
+    server: Any = SimpleNamespace(is_ready=lambda: True, load_seconds=1.5)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path, fork_server=server)
+    proved_with: list[TrialSetup] = []
+    monkeypatch.setattr(verifier_module, "Prover", lambda trials, *_: proved_with.append(trials) or SimpleNamespace())
+    compared: list[Started] = []
+    monkeypatch.setattr(verifier_module, "compare_afresh", lambda *given: compared.append(given[-1]) or FASTER)
+    state = SearchState(kept=[claim], trials=[], startup_seconds=2.0, first_observed=Observed(step_seconds=1.0))
+    deadline = Deadline(3000.0, clock=lambda: 0.0).within(left)
+    verifier = Verifier(setup, state, deadline, lambda text: None)
+    prover: Any = verifier._prover
+    assert prover.keeps_pairs == kept_pairs
+    assert (proved_with[0].fork_server is not None) is forked
+    for pairs in (["a pair of arms"], ["a pair of arms", "another"]):
+        prover.arms = lambda choices, pairs=pairs: pairs
+        assert verifier._final_comparison() is FASTER
+        assert compared[-1].pairs == pairs
+        assert compared[-1].come_first is (kept_pairs == 2 and len(pairs) == 2)  # one alone would seldom decide
 
 
 def test_where_numbers_do_not_hold_the_next_that_fits_takes_the_place(
