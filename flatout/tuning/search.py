@@ -625,6 +625,9 @@ class TrainingSearch(Search[Choice]):
             self.state.total_steps = end.steps if self.few is None else self.few.steps
         if step_seconds is not None and end.steps * step_seconds < (self.state.startup_seconds or 0.0):
             self.state.short_run_steps = end.script_steps
+        exits = f"{self.trials.name} exits with code {end.status} by itself, after {counted(end.script_steps, 'step')}"
+        if end.status != 0 and exits not in self.state.warnings:
+            self.state.warnings.append(exits)
 
     def _judge(self, pairing: Pairing) -> Measured:
         seconds = (pairing.baseline_seconds, pairing.candidate_seconds)

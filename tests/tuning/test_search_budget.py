@@ -22,7 +22,7 @@ from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.threads import Threads
 from flatout.script.entry import Target
-from flatout.script.trial.answers import TrialHangs, Window
+from flatout.script.trial.answers import TrialEnded, TrialHangs, Window
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
@@ -144,6 +144,17 @@ def test_no_start_is_begun_that_ends_after_the_time(tmp_path: Path) -> None:
     assert lever.switch != "live"
     assert not asked._try(Choice(lever, "jemalloc"))
     assert [one.label for one in asked.state.not_tried] == [lever.label("jemalloc")]
+
+
+def test_a_script_that_ends_with_a_code_of_its_own_is_said_to(tmp_path: Path) -> None:
+    """Perhaps because something is wrong with it: it prints what that is, and nobody reads it."""
+    asked = search(tmp_path, Clock())
+    for _ in range(2):
+        asked._note_length(TrialEnded(0, "", 50), 0.01)
+    assert asked.state.warnings == []
+    for _ in range(2):
+        asked._note_length(TrialEnded(3, "", 1200), 0.01)
+    assert asked.state.warnings == ["train.py exits with code 3 by itself, after 1,200 steps"]
 
 
 def test_a_search_that_is_stopped_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
