@@ -43,15 +43,20 @@ class _ProductStruct(ctypes.Structure):
 
 
 @functools.cache
+def has_matrix_units() -> bool:
+    """Has this processor AMX, and not only dot products on vectors?"""
+    return "amx_bf16" in detect().cpu.features
+
+
+@functools.cache
 def obstacle(library: str = "linear") -> str | None:
     """Why this library, that of products by default, has no instructions for products of bf16 here; None if it has."""
-    cpu = detect().cpu
-    if not cpu.multiplies_bf16:
+    if not detect().cpu.multiplies_bf16:
         return "this processor has no products of bf16 (AVX-512 bf16 or AMX)"
     found = native(library)
     if found.library is None:
         return f"the kernel is not available: {found.reason}"
-    if "amx_bf16" in cpu.features and not found.library.flatout_has_matrix_units():
+    if has_matrix_units() and not found.library.flatout_has_matrix_units():
         return "the system does not let programs use the processor's matrix units"
     return None
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LEAST_IN_LINEAR, LEAST_IN_ATTENTION = 1 << 28, 1 << 24
 """Multiplications of one forward pass: smaller ones gain nothing. On AMX, linear layers were slower than torch's at
-2^26 and faster at 2^29; on Zen 4, from there on as fast or up to 12 % slower (benchmarks/kernels/bf16_kernels.py)."""
+2^26 and faster at 2^29 (benchmarks/kernels/bf16_kernels.py)."""
 LEAST_ELEMENTS = 1 << 15
 """Of one GELU."""
 
@@ -33,7 +33,8 @@ class Bf16Kernels(Lever):
     """Linear layers, attention and GELU by Flatout's own kernels, on a CPU with AMX or AVX-512 bf16.
 
     Products are of numbers rounded to bf16, with sums in fp32. With autocast, weights are read as they are and their
-    gradients are written in fp32, without copies in bf16; without it, activations stay in fp32.
+    gradients are written in fp32, without copies in bf16; without it, activations stay in fp32. On a CPU without AMX
+    the linear layers of autocast stay torch's, which are as fast there.
     """
 
     name = "bf16 kernels"
@@ -105,10 +106,13 @@ class _Taken:
     """Calls of torch's functions that are worth taking over, and can be."""
 
     def __init__(self, is_plain: Callable[[object], bool]) -> None:
-        from flatout.kernels.bf16_products import ELEMENTS, readable
+        from flatout.kernels.bf16_products import ELEMENTS, has_matrix_units, readable
         from flatout.kernels.operators import MASK_KINDS, attention, gelu_tanh, linear
 
         self.acts = Acts()
+        self._leaves_autocasts = not has_matrix_units()
+        """Those linear layers: on Zen 4 torch's were as fast as ours or up to 14 % faster, copies of weights included;
+        language models were x0.87 as fast with ours (benchmarks/kernels/bf16_kernels.py)."""
         self._is_plain, self._readable = is_plain, readable
         self._elements, self._mask_kinds = ELEMENTS, MASK_KINDS
         self._linear, self._attention = self._noted(linear), self._noted(attention)
@@ -146,6 +150,9 @@ class _Taken:
 
         Called for each linear layer: the cheapest checks come first.
         """
+        if self._leaves_autocasts and _autocast_is_on():
+            self.acts.any = True  # there may be nothing else to do, and that is right
+            return None
         if not self._ours(x, weight) or x.ndim < 1 or not self._readable(weight) or x.dtype not in self._elements:
             return None
         outputs, inputs = weight.shape
@@ -221,10 +228,16 @@ class _Taken:
         return torch.compiler.is_compiling() or not dispatch().beside_autograd()
 
 
+def _autocast_is_on() -> bool:
+    import torch
+
+    return torch.is_autocast_enabled("cpu")
+
+
 def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor | None:
     """x as autocast to bf16 would have it; without autocast only where it is of this dtype."""
     import torch
 
-    if not torch.is_autocast_enabled("cpu"):
+    if not _autocast_is_on():
         return x if x.dtype == dtype else None
     return x.to(torch.bfloat16) if torch.get_autocast_dtype("cpu") == torch.bfloat16 else None

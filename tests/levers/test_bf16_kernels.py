@@ -77,6 +77,26 @@ def test_what_is_taken_over(called: list[str]) -> None:
 
 
 @needs_kernels
+@pytest.mark.usefixtures("small_calls_too")
+@pytest.mark.parametrize("matrix_units", [True, False])
+def test_linear_layers_under_autocast_are_torchs_without_matrix_units(
+    monkeypatch: pytest.MonkeyPatch, called: list[str], matrix_units: bool
+) -> None:
+    """As fast there. Without autocast they are in bf16 with these kernels alone; attention and GELU are taken over."""
+    monkeypatch.setattr(kernels, "has_matrix_units", lambda: matrix_units)
+    layer, x, heads = nn.Linear(8, 6), torch.randn(4, 8), torch.randn(1, 2, 5, 8)
+    with Bf16Kernels().apply(Subject(), "bf16"), _MODE:
+        layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+            functional.scaled_dot_product_attention(heads, heads, heads)
+            functional.gelu(x, approximate="tanh")
+    linears = 2 if matrix_units else 1
+    assert called.count("flatout.linear.default") == linears
+    assert len([name for name in called if name.startswith("flatout.")]) == linears + 2
+
+
+@needs_kernels
 @pytest.mark.usefixtures("on")
 def test_what_is_left_alone(called: list[str]) -> None:
     x = torch.randn(4, 8)
