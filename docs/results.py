@@ -207,15 +207,13 @@ def minute(document: Document) -> str:
     for name in filter(document["scripts"].__contains__, titles):
         found = document["scripts"][name]
         short, long, compared = found["short"], found["long"], found["comparison"]
-        gains = [_gain(tune) for tune in (short, long)]
+        gains = [_gain(short), _gain(long), f"{long['budget_seconds'] / 60:.0f} min"]
         share = "the same plan" if compared is None else f"{_thousandths(compared)[1:]}"
         after = short["most_of_the_gain_after_seconds"]
         seconds = f"{short['seconds']:.0f} s"
         step = format_seconds(short["step_seconds"] or long["step_seconds"])
         rows.append([titles[name], step, *gains, share, seconds, "" if after is None else f"{after:.0f} s"])
-    long_seconds = {found["long"]["budget_seconds"] for found in document["scripts"].values()}
-    minutes = " or ".join(f"{seconds / 60:.0f}" for seconds in sorted(long_seconds))
-    header = ["script", "plain step", "a minute", f"{minutes} minutes", "one over the other", "took", "most after"]
+    header = ["script", "plain step", "a minute", "long", "with", "one over the other", "took", "most after"]
     return table(header, rows, above(document))
 
 

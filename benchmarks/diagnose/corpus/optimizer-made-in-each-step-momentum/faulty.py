@@ -15,7 +15,9 @@ torch.manual_seed(12)
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)
 loader = DataLoader(TensorDataset(images, torch.tensor(digits.target)), batch_size=64, shuffle=True, drop_last=True)
-model = nn.Sequential(nn.Conv2d(1, 24, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 36, 64), nn.ReLU(), nn.Linear(64, 10))
+model = nn.Sequential(
+    nn.Conv2d(1, 24, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 36, 64), nn.ReLU(), nn.Linear(64, 10)
+)
 
 for epoch in range(10):
     for batch, labels in loader:
