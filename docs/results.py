@@ -213,7 +213,7 @@ def minute(document: Document) -> str:
         seconds = f"{short['seconds']:.0f} s"
         step = format_seconds(short["step_seconds"] or long["step_seconds"])
         rows.append([titles[name], step, *gains, share, seconds, "" if after is None else f"{after:.0f} s"])
-    header = ["script", "plain step", "a minute", "long", "with", "one over the other", "took", "most after"]
+    header = ["script", "plain step", "a minute", "long tune", "its budget", "one over the other", "took", "most after"]
     return table(header, rows, above(document))
 
 
