@@ -31,7 +31,7 @@ from flatout.tuning.proposals import COMPARISON_SECONDS, TRIALS_COST, Proposals,
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_few_to_fit, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials, once_more_if_ended, restart_seconds
-from flatout.tuning.verifier import PAIRS_OF_PROOF, STEPS_SHARE, least_seconds
+from flatout.tuning.verifier import STEPS_SHARE, least_seconds, pairs_of_proof
 from flatout.tuning.windows import (
     FEWEST_STEPS,
     WANTED_PAIRS,
@@ -381,7 +381,8 @@ class TrainingSearch(Search[Choice]):
         left = budget_seconds - self._deadline.elapsed_seconds
         one, wanted = ((WATCHED_STEPS + trials * fewest) * step_seconds for trials in (1, TRIALS_WANTED))
         search = min(left, wanted)
-        over = search + self._least_for_verifier(step_seconds, steps_share=math.inf, of_proof=PAIRS_OF_PROOF) - left
+        of_proof = pairs_of_proof(step_seconds, self.state.startup_seconds or 0.0)
+        over = search + self._least_for_verifier(step_seconds, steps_share=math.inf, of_proof=of_proof) - left
         if one <= left and over <= MOST_OVER * budget_seconds:
             self._left_for_verifier = left - search
             self._keep_back(step_seconds)

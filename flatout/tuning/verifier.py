@@ -30,9 +30,8 @@ COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
 a conclusive comparison, everything that was found is dropped."""
 PROOF_MARGIN = 1.5
 """Times the minimum of a proof."""
-PAIRS_OF_PROOF = last_comparison.LEAST_PROCESS_PAIRS
-"""Pairs of its processes that are compared where there is no time for new ones: of a 'reduced' plan, which it runs
-twice, as it runs the plain script."""
+MOST_OF_PROOF = last_comparison.LEAST_PROCESS_PAIRS
+"""Pairs of its processes that can be compared: it runs a 'reduced' plan twice, and the plain script."""
 KEEPING_MARGIN = 2.0
 """Times the expected length of the last comparison: where there is less, processes of the proof stay for it. Pairs of
 new processes took up to twice as long as the restarts of a search let expect."""
@@ -57,7 +56,7 @@ def least_seconds(
     most. of_proof: pairs of processes of the proof that are compared as well."""
     few, compared = state.few_steps, trials_as_used(trials, state.few_steps)
     proofs = of_proof if _proof_can_be_compared(trials, few) else 0
-    proved = trials if proofs < PAIRS_OF_PROOF else compared
+    proved = trials if proofs < MOST_OF_PROOF else compared
     proved_start, compared_start = (restart_seconds(one, state.startup_seconds) for one in (proved, compared))
     starts, whole = (
         prover.least_seconds(Pattern(step_seconds=seconds, start_seconds=proved_start, few=few), proved)
@@ -67,6 +66,12 @@ def least_seconds(
     if few is not None:  # runs cannot be shortened: a budget that is too short for them is rejected
         return whole
     return starts + min(whole - starts, steps_share * budget_seconds)
+
+
+def pairs_of_proof(step_seconds: float, start_seconds: float) -> int:
+    """How many pairs of its processes to compare where there is no time for new ones. Several are to be all that is
+    compared, so they must be no forks; where steps are short, starting them like that costs more than it saves."""
+    return MOST_OF_PROOF if prover.LEAST_STEPS * step_seconds >= start_seconds else 1
 
 
 def _proof_can_be_compared(trials: Trials, few: FewSteps | None) -> bool:
@@ -106,13 +111,13 @@ class Verifier:
         latest = deadline.reserving(least - last_comparison.LEAST_SHARE_BEYOND * deadline.budget_seconds)
         # They take memory while others run, so they stay only where time may be too short for pairs of new ones.
         keeps = bool(proofs) and state.first_observed.device == "cpu" and beside_proof < KEEPING_MARGIN * needed
-        claims = {choice.exactness for choice in state.kept}
-        self._has_no_time_for_new_ones = keeps and beside_proof < least and "reduced" in claims  # it runs a plan twice
-        if self._has_no_time_for_new_ones:
+        several = keeps and beside_proof < least and any(choice.exactness == "reduced" for choice in state.kept)
+        wanted = pairs_of_proof(pattern.step_seconds, starts[0]) if several else int(keeps)
+        if wanted == MOST_OF_PROOF:
             trials = trials.in_new_processes()
             pattern = replace(pattern, start_seconds=restart_seconds(trials, state.startup_seconds))
         self._prover = Prover(trials, pattern, before, progress, latest)
-        self._prover.keeps_pairs = PAIRS_OF_PROOF if self._has_no_time_for_new_ones else int(keeps)
+        self._prover.keeps_pairs = wanted
 
     def _claim_what_there_is_time_for(self, pattern: Pattern, comparison_seconds: float) -> float:
         """Seconds left beside the proof of what is claimed after this.
@@ -268,7 +273,7 @@ class Verifier:
         started = Started(
             pairs=of_proof,
             startup_seconds=_levers_start_seconds(self.state),
-            come_first=self._has_no_time_for_new_ones and len(of_proof) >= PAIRS_OF_PROOF,
+            come_first=len(of_proof) == MOST_OF_PROOF,
         )
         try:
             return compare_afresh(
