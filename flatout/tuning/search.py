@@ -366,7 +366,9 @@ class TrainingSearch(Search[Choice]):
         """Where the budget is too short for steps as long as the first, time a few more: first steps allocate, and
         caches are cold."""
         self._keep_back(step_seconds)
-        more = min(MOST_FIRST_STEPS, int(FIRST_STEPS_SHARE * self._deadline.budget_seconds / step_seconds))
+        budget_seconds = self._deadline.budget_seconds
+        one = step_seconds <= budget_seconds - self._deadline.elapsed_seconds  # a script may do more in its first steps
+        more = max(one, min(MOST_FIRST_STEPS, int(FIRST_STEPS_SHARE * budget_seconds / step_seconds)))
         if more and self._fewest_steps(step_seconds) * step_seconds > self._remaining():
             step_seconds = min(process.window([], settle=0, steps=more).seconds)
             self._keep_back(step_seconds)

@@ -135,6 +135,19 @@ def test_with_long_steps_the_proof_goes_over_the_budget_where_a_trial_fits(tmp_p
     assert len(said) == 3
 
 
+def test_no_budget_is_refused_for_a_first_step_alone_while_there_is_time_for_another(tmp_path: Path) -> None:
+    """A script may evaluate in its first steps."""
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked.state.startup_seconds, clock.now = 1.0, 2.0
+    process: Any = Stepping(0.5)
+    with pytest.raises(ScriptError, match="a step 500 ms"):
+        asked._affordable_of_first(process, 6.0)
+    clock.now = 5.0
+    with pytest.raises(ScriptError, match="a step 6 s"):
+        asked._affordable_of_first(process, 6.0)
+
+
 def test_no_start_is_begun_that_ends_after_the_time(tmp_path: Path) -> None:
     clock = Clock()
     asked = search(tmp_path, clock)
