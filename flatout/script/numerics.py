@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from flatout.levers.low_bit import is_in_codes
 from flatout.levers.subject import Subject
@@ -89,7 +89,7 @@ class NumericsAnswer(NumericsFound):
     ended: bool
     """Did the script end before all requested steps?"""
     unseeded: list[str]
-    peak_resident_bytes: NotRequired[int | None]
+    peak_resident_bytes: int | None
     """Of the process; None: unknown."""
 
 

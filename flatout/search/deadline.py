@@ -99,6 +99,11 @@ class Deadline:
         return end - self.elapsed_seconds
 
     @property
+    def whole_seconds_left(self) -> float:
+        """Of the whole budget, whatever is reserved; 0 once it is exceeded."""
+        return max(0.0, self.budget_seconds - self.elapsed_seconds)
+
+    @property
     def exceeded_seconds(self) -> float:
         """By how much the whole budget is exceeded now, whatever is reserved; 0 while it is not."""
         return max(0.0, self.elapsed_seconds - self.budget_seconds)

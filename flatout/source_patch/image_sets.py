@@ -13,7 +13,10 @@ GREY, COLOURED = ("MNIST", "FashionMNIST", "KMNIST"), ("CIFAR10", "CIFAR100")
 DATA_SETS, TRANSFORMS = ("torchvision.datasets", "torchvision.transforms")
 PARAMETERS = ("root", "train", "transform", "target_transform", "download")
 """Of all these sets, in their order."""
-IN_THE_WAY = ("collate_fn", "batch_sampler", "batch_size=None", "set_default_dtype", "set_default_device")
+IN_THE_WAY = (
+    *("collate_fn", "batch_sampler", "batch_size=None", ".dataset.transform"),
+    *("set_default_dtype", "set_default_device"),
+)
 """Words of a source whose batches may be others."""
 
 
@@ -35,8 +38,8 @@ def fetch_whole(sources: Sources, choice: str, loader: Value, dataset: cst.BaseE
         raise NoSourceForm(f"{place}: whole batches of {kind} are known to be the loader's own only without {word}")
     if any(node.value == kind and not _is_attribute(file, node) for node in file.find(cst.Name)):
         raise NoSourceForm(f"{place}: {kind} is a name that other code may use too")
-    if _uses(sources, dataset) > 2:
-        raise NoSourceForm(f"{place}: {dotted(dataset)} is used elsewhere too")
+    if dataset is not made and not _is_the_loaders_alone(sources, data, dotted(dataset)):
+        raise NoSourceForm(f"{place}: the source does not show that nothing else uses {dotted(dataset) or kind}")
     more = _goes_on_after_to_tensor(sources, data, kind)
     images, labels = "self.data[indices].unsqueeze(1)", "self.targets[indices].long()"
     if kind in COLOURED:  # an array with the channels last, and a list
@@ -69,10 +72,13 @@ def _is_attribute(file: SourceFile, name: cst.Name) -> bool:
     return isinstance(above, cst.Attribute) and above.attr is name
 
 
-def _uses(sources: Sources, dataset: cst.BaseExpression) -> int:
-    """How often its name stands in the source; its assignment and the loader are two."""
-    name = dotted(dataset)
-    return sum(dotted(node) == name for file in sources.files for node in file.find(type(dataset))) if name else 0
+def _is_the_loaders_alone(sources: Sources, data: Value, name: str) -> bool:
+    """Is the data set given this name, which then stands in the loader's call and nowhere else?"""
+    above = data.file.parents[data.node]
+    if not name or not isinstance(above, cst.Assign) or [dotted(one.target) for one in above.targets] != [name]:
+        return False
+    kinds = (cst.Name, cst.Attribute)
+    return sum(dotted(node) == name for file in sources.files for kind in kinds for node in file.find(kind)) == 2
 
 
 def _goes_on_after_to_tensor(sources: Sources, data: Value, kind: str) -> bool:
@@ -82,7 +88,7 @@ def _goes_on_after_to_tensor(sources: Sources, data: Value, kind: str) -> bool:
     assert isinstance(call, cst.Call)
     given = {PARAMETERS[i] if one.keyword is None else one.keyword.value: one for i, one in enumerate(call.args[:5])}
     values = sources.values(data.file, given["transform"].value) if "transform" in given else None
-    parts = [] if values is None else [part for value in values for part in _parts(value)]
+    parts = _parts(values[0]) if values is not None and len(values) == 1 else []
     names = [next((name for name in ("ToTensor", "Normalize") if _is_transform(one, name)), "") for one in parts]
     known = names[:1] == ["ToTensor"] and all(name == "Normalize" for name in names[1:])
     if not known or "target_transform" in given or any(one.star for one in call.args):

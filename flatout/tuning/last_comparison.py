@@ -179,7 +179,7 @@ class _Comparing:
         while self._started.come_first and self._waiting and self._has_too_few():
             self._compare_started()
         while not self._groups or self._may_go_on():
-            if len(self._new) == MOST_PROCESS_PAIRS or self._is_narrow() or not self._compare_new():
+            if len(self._new) == MOST_PROCESS_PAIRS or self._is_precise() or not self._compare_new():
                 break
             while self._waiting and self._has_too_few() and not self._may_go_on():
                 self._compare_started()
@@ -200,9 +200,9 @@ class _Comparing:
 
     def _has_too_few(self) -> bool:
         """Would it take another pair of processes to decide?"""
-        return not self._groups or (self._is_undecided() and len(self._groups) < LEAST_PROCESS_PAIRS)
+        return not self._groups or (len(self._groups) < LEAST_PROCESS_PAIRS and self._is_undecided())
 
-    def _is_narrow(self) -> bool:
+    def _is_precise(self) -> bool:
         return bool(self._groups) and _is_narrow(self._found(), len(self._groups), undecided=self._is_undecided())
 
     @property

@@ -411,7 +411,7 @@ class Prover:
                     began = self._deadline.elapsed_seconds
                     answer = process.numerics(live, request)
                     found = Numerics.from_answer(answer)
-                    self._peak_bytes = max(self._peak_bytes, answer.get("peak_resident_bytes") or 0)
+                    self._peak_bytes = max(self._peak_bytes, answer["peak_resident_bytes"] or 0)
                     if not choices:
                         self._recorded_seconds = max(self._recorded_seconds, self._deadline.elapsed_seconds - began)
                 except TrialError:

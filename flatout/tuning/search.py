@@ -366,9 +366,9 @@ class TrainingSearch(Search[Choice]):
         """Where the budget is too short for steps as long as the first, time a few more: first steps allocate, and
         caches are cold."""
         self._keep_back(step_seconds)
-        budget_seconds = self._deadline.budget_seconds
-        one = step_seconds <= budget_seconds - self._deadline.elapsed_seconds  # a script may do more in its first steps
-        more = max(one, min(MOST_FIRST_STEPS, int(FIRST_STEPS_SHARE * budget_seconds / step_seconds)))
+        fitting = int(FIRST_STEPS_SHARE * self._deadline.budget_seconds / step_seconds)
+        one = step_seconds <= self._deadline.whole_seconds_left  # a script may do more in its first steps
+        more = max(one, min(MOST_FIRST_STEPS, fitting))
         if more and self._fewest_steps(step_seconds) * step_seconds > self._remaining():
             step_seconds = min(process.window([], settle=0, steps=more).seconds)
             self._keep_back(step_seconds)
@@ -379,13 +379,12 @@ class TrainingSearch(Search[Choice]):
     def _let_verifier_go_over(self, step_seconds: float) -> None:
         """Where the budget has room for a trial, but not for the verifier besides: let that take longer. Such
         scripts would be refused otherwise."""
-        budget_seconds, fewest = self._deadline.budget_seconds, self._fewest_steps(step_seconds)
-        left = budget_seconds - self._deadline.elapsed_seconds
+        left, fewest = self._deadline.whole_seconds_left, self._fewest_steps(step_seconds)
         one, wanted = ((WATCHED_STEPS + trials * fewest) * step_seconds for trials in (1, TRIALS_WANTED))
         search = min(left, wanted)
         of_proof = pairs_of_proof(step_seconds, self.state.startup_seconds or 0.0)
         over = search + self._least_for_verifier(step_seconds, steps_share=math.inf, of_proof=of_proof) - left
-        if one <= left and over <= MOST_OVER * budget_seconds:
+        if one <= left and over <= MOST_OVER * self._deadline.budget_seconds:
             self._left_for_verifier = left - search
             self._keep_back(step_seconds)
             longer = f"this tune will take about {format_seconds(over)} longer than its budget"
@@ -402,12 +401,10 @@ class TrainingSearch(Search[Choice]):
         """Reserve more for the verifier where slow starts or long steps make it slow, as a search that leaves no time
         for it is useless; and less while there is nothing to verify."""
         usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
-        if self.state.kept:
-            least = max(least, usual)
-        elif self._left_for_verifier is not None:
+        if self._left_for_verifier is not None and not self.state.kept:
             least = self._left_for_verifier
         else:
-            least = max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
+            least = max(least, usual if self.state.kept else min(usual, WHILE_NOTHING_IS_KEPT * least))
         before, self._deadline = self._deadline, self.limits.deadline.reserving(least - usual)
         if before.stopped:  # by Ctrl-C, perhaps just now
             self._deadline.stopped = True
@@ -427,8 +424,8 @@ class TrainingSearch(Search[Choice]):
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
         if steps_share is None:
             steps_share = math.inf if self.state.kept else STEPS_SHARE
-        budget_seconds = self._deadline.budget_seconds
-        needed = least_seconds(step_seconds, self.state, self.trials, budget_seconds, steps_share, of_proof)
+        budget = self._deadline.budget_seconds
+        needed = least_seconds(step_seconds, self.state, self.trials, budget, steps_share, of_proof)
         return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
 
     def _fewest_steps(self, step_seconds: float) -> int:
@@ -629,8 +626,7 @@ class TrainingSearch(Search[Choice]):
         if step_seconds is not None and end.steps * step_seconds < (self.state.startup_seconds or 0.0):
             self.state.short_run_steps = end.script_steps
         exits = f"{self.trials.name} exits with code {end.status} by itself, after {counted(end.script_steps, 'step')}"
-        if end.status != 0 and exits not in self.state.warnings:
-            self.state.warnings.append(exits)
+        self.state.warnings += [exits] if end.status and exits not in self.state.warnings else []
 
     def _judge(self, pairing: Pairing) -> Measured:
         seconds = (pairing.baseline_seconds, pairing.candidate_seconds)

@@ -42,7 +42,7 @@ class Watched:
         recorder = NumericsRecorder(self.watch, NumericsRequest(steps=steps, **request))
         for _ in range(steps):
             self.step(recorder)
-        return Numerics.from_answer({**recorder.finish(), "ended": False, "unseeded": []})
+        return Numerics.from_answer({**recorder.finish(), "ended": False, "unseeded": [], "peak_resident_bytes": None})
 
     def step(self, recorder: NumericsRecorder, backwards: int = 1) -> None:
         self.model.zero_grad()

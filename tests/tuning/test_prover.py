@@ -364,7 +364,7 @@ class Started:
 
     def numerics(self, choices: Sequence[Choice], request: Any) -> dict[str, Any]:
         self.log.append(f"record {self.name}")
-        return {}
+        return {"peak_resident_bytes": None}
 
     def close(self) -> None:
         self.log.append(f"close {self.name}")
