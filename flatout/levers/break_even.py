@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flatout.units import counted as number_of
 from flatout.units import format_seconds
 
 NEGLIGIBLE_SECONDS = 0.5
@@ -39,7 +40,7 @@ def describe(
     if payoff is None:
         return ""
     counted = counted or Counted()
-    text = f"{format_seconds(startup_seconds)} to start, pays off after {payoff:,} {counted.unit}"
+    text = f"{format_seconds(startup_seconds)} to start, pays off after {number_of(payoff, counted.unit.removesuffix('s'))}"
     if total_steps is None:
         return f"{text} ({counted.unknown})"
     return text if payoff < total_steps else f"{text}, but {counted.known} {total_steps:,}"

@@ -23,6 +23,7 @@ def test_pays() -> None:
 def test_the_sentence() -> None:
     assert describe(4.0, None, 100) == ""
     assert "pays off after 1,600 steps" in describe(4.0, 1600, 2000)
+    assert describe(4.0, 1, 2000).endswith("pays off after 1 step")
     assert describe(4.0, 1600, 1000).endswith("but the script runs 1,000")
     assert "--steps" in describe(4.0, 1600, None)
 
