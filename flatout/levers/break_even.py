@@ -40,7 +40,8 @@ def describe(
     if payoff is None:
         return ""
     counted = counted or Counted()
-    text = f"{format_seconds(startup_seconds)} to start, pays off after {number_of(payoff, counted.unit.removesuffix('s'))}"
+    after = number_of(payoff, counted.unit.removesuffix("s"))
+    text = f"{format_seconds(startup_seconds)} to start, pays off after {after}"
     if total_steps is None:
         return f"{text} ({counted.unknown})"
     return text if payoff < total_steps else f"{text}, but {counted.known} {total_steps:,}"
