@@ -29,7 +29,7 @@ from flatout.script.child_command import child_command
 from flatout.script.trial import fork_server
 from flatout.script.trial import process as trial_process
 from flatout.script.trial.fork_server import Forked
-from flatout.tuning import last_comparison, prover, search, windows
+from flatout.tuning import last_comparison, prover, training_search, windows
 from tests.fork_server import MESSAGE_BYTES, next_process
 from tests.new_process import become
 
@@ -216,7 +216,7 @@ def fork_trials(replace: Callable[[Any, str, Any], None], server: ForkServer | N
 
 def brief_comparisons(replace: Callable[[Any, str, Any], None]) -> None:
     """A tune whose budget is long, for a busy machine, need not use it up. replace: as above."""
-    replace(search, "COMPARISON_SECONDS", 6.0)
+    replace(training_search, "COMPARISON_SECONDS", 6.0)
     # As many pairs of processes as are wanted, and more where a busy machine made those contradict each other.
     replace(last_comparison, "NARROW_ENOUGH", 0.5)
     replace(last_comparison, "LEAST_SECONDS", 0.5)

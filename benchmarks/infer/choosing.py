@@ -23,7 +23,7 @@ import torch
 from benchmarks.infer.surroundings import surroundings
 from flatout import Plan, tune_inference
 from flatout.infer.choosing.closeness import Tolerance
-from flatout.infer.choosing.search import Option, in_turns
+from flatout.infer.choosing.inference_search import Option, in_turns
 from flatout.infer.choosing.tuned_generation import TunedGeneration
 from flatout.infer.choosing.tuned_prediction import TunedPrediction
 from flatout.machine.detect import detect

@@ -37,7 +37,7 @@ from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.proposals import SearchLimits
-from flatout.tuning.search import TrainingSearch
+from flatout.tuning.training_search import TrainingSearch
 from flatout.tuning.windows import Arm, Pace, compare_arms
 
 MODULE = "benchmarks.search.__main__"

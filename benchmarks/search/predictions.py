@@ -50,7 +50,7 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.search.deadline import Deadline
     from flatout.tuning import proposals
     from flatout.tuning.proposals import SearchLimits
-    from flatout.tuning.search import TrainingSearch
+    from flatout.tuning.training_search import TrainingSearch
 
     vars(proposals)["LEAST_GAIN"] = -math.inf  # nothing is predicted to save too little to try
     machine = machine_with_ceilings(lambda text: None)

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 from flatout.environment import compiled_headers, cpp_compiler, headers_are_compiled
+from flatout.levers.kernels_together import compiled_together
 from flatout.levers.lever import Value
 from flatout.levers.observed import Observed
 from flatout.replaced import replaced, settings_changed
@@ -65,6 +66,7 @@ def in_our_cache() -> Iterator[None]:
         settings_changed(codecache(), **{HEADER_FOLDER: folder, HEADER_LOCKS: os.path.join(folder, "locks")}),
         replaced(cpp_builder(), "run_compile_cmd", _named_when_whole),
         replaced(instruction_sets(), "check_build", _by_flags) if known else contextlib.nullcontext(),
+        compiled_together(),
     ):
         yield
 

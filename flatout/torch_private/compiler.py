@@ -233,6 +233,37 @@ def precompile_headers() -> None:
     load(["float*"], _SMALLEST_KERNEL, "cpu", submit_fn=lambda build: None)
 
 
+# how Inductor builds kernels for the CPU
+
+
+def compiler_of_kernels() -> type:
+    """The class through which a compiled graph has its kernels built: `cpp_pybinding` begins to build one and returns
+    a `later_kernel`, which the graph waits for where `compile_threads` are more than one. Imports the compiler."""
+    found: type = required("torch._inductor.async_compile.AsyncCompile")
+    return found
+
+
+def compile_threads() -> int:
+    """How many of Inductor's files are built at a time. Imports the compiler."""
+    return int(required("torch._inductor.async_compile.get_compile_threads")())
+
+
+def later_kernel(load: Callable[[], object]) -> object:
+    """What a graph waits for. Imports the compiler."""
+    later: object = required("torch._inductor.codecache.LambdaFuture")(load)
+    return later
+
+
+def built_kernels(source: str, module: str) -> Callable[[], ModuleType]:
+    """Begins to build a Python module of this name, as `cpp_pybinding` builds that of one kernel; the result waits for
+    it and loads it. Imports the compiler."""
+    cache = required("torch._inductor.codecache.CppPythonBindingsCodeCache")
+    of_module: Any = type("KernelsTogether", (cache,), {"cache": {}, "entry_function": module})
+    submit = required("torch._inductor.async_compile.AsyncCompile.submit")
+    load: Callable[[], ModuleType] = of_module.load_async(source, "cpu", submit_fn=submit)
+    return load
+
+
 # AOTInductor, which is not public yet
 
 

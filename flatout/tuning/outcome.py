@@ -15,7 +15,7 @@ from flatout.timing import LoadWatch
 from flatout.tuning.history import load_history
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.results import Proof, SearchState
-from flatout.tuning.search import TrainingSearch
+from flatout.tuning.training_search import TrainingSearch
 from flatout.tuning.trials import Trials
 from flatout.tuning.verifier import Verifier, busy, least_seconds
 from flatout.tuning.windows import Pairing

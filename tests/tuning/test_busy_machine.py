@@ -10,7 +10,7 @@ import pytest
 from flatout.search.deadline import Deadline
 from flatout.tuning.history import History
 from flatout.tuning.proposals import SearchLimits
-from flatout.tuning.search import TrainingSearch
+from flatout.tuning.training_search import TrainingSearch
 from tests.levers.test_catalogue import CPU
 from tests.tuning.test_few_steps import Faster, FromStart, Pretended, Slower, Useless
 

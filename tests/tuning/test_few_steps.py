@@ -26,7 +26,7 @@ from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import SearchState, Tuned
 from flatout.tuning.script_tuning import TuneRequest, tune_script
-from flatout.tuning.search import TrainingSearch
+from flatout.tuning.training_search import TrainingSearch
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import Arm, FewSteps, RolledBackInside, compare_whole_runs, few_steps
 from tests.levers.test_catalogue import CPU

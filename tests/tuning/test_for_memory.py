@@ -18,7 +18,7 @@ from flatout.report.tune_text import tune_text
 from flatout.script.entry import Target
 from flatout.script.trial.answers import Peak
 from flatout.statistics import Comparison
-from flatout.tuning import search, verifier
+from flatout.tuning import training_search, verifier
 from flatout.tuning.fitting import judge_gain
 from flatout.tuning.script_tuning import TuneRequest, tune_script
 from flatout.tuning.windows import Pairing
@@ -103,7 +103,7 @@ def finding(ratio: float, compare: Callable[..., Pairing]) -> Callable[..., Pair
 def test_a_plan_that_asks_for_it_is_verified_with_its_bytes_though_it_is_slower(
     ratio_in_search: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "compare_arms", finding(ratio_in_search, search.compare_arms))
+    monkeypatch.setattr(training_search, "compare_arms", finding(ratio_in_search, training_search.compare_arms))
     monkeypatch.setattr(verifier, "compare_afresh", finding(0.8, verifier.compare_afresh))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)

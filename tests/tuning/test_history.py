@@ -28,8 +28,8 @@ from flatout.statistics import Comparison
 from flatout.tuning import history, outcome
 from flatout.tuning.history import REPEAT_ERROR, Earlier, History, Training, corrected, forget_tunes, load_history
 from flatout.tuning.proposals import SearchLimits
-from flatout.tuning.search import TrainingSearch
 from flatout.tuning.step_tuning import StepTrials
+from flatout.tuning.training_search import TrainingSearch
 from tests.levers.test_catalogue import CPU
 from tests.tuning.test_worth_trying import STEP
 

@@ -29,8 +29,8 @@ from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.terminal import Notice
 from flatout.tuning import verifier
 from flatout.tuning.proposals import SearchLimits
-from flatout.tuning.search import TrainingSearch
 from flatout.tuning.short_budget import no_step
+from flatout.tuning.training_search import TrainingSearch
 from tests.levers.test_catalogue import AMX, CPU
 from tests.tuning.test_worth_trying import STEP
 

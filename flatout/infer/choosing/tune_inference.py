@@ -20,7 +20,7 @@ from torch.types import Device
 from flatout.arguments import as_exactness, as_function, as_model, as_plan, as_seconds, as_whole_number
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
-from flatout.infer.choosing.search import InferenceSearch, Limits, Option
+from flatout.infer.choosing.inference_search import InferenceSearch, Limits, Option
 from flatout.infer.choosing.tuned_generation import TunedGeneration
 from flatout.infer.choosing.tuned_prediction import TunedPrediction
 from flatout.infer.generation.families import read_decoder

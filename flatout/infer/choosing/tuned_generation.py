@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.infer.choosing.closeness import Accuracy, Closeness
-from flatout.infer.choosing.search import Option, thread_options
+from flatout.infer.choosing.inference_search import Option, thread_options
 from flatout.infer.generation.cache import CachedEngine
 from flatout.infer.generation.generated import Generation
 from flatout.infer.generation.prompts import read_prompts

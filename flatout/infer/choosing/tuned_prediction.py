@@ -12,7 +12,7 @@ from torch.types import Device
 
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Accuracy, Closeness, scores_of
-from flatout.infer.choosing.search import Option, thread_options
+from flatout.infer.choosing.inference_search import Option, thread_options
 from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.calling import calling_of
 from flatout.infer.prediction.linear import LEAST_WEIGHTS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.infer.choosing.closeness import Accuracy
-from flatout.infer.choosing.search import InferenceSearch, Limits, Option, in_turns
+from flatout.infer.choosing.inference_search import InferenceSearch, Limits, Option, in_turns
 from flatout.plan import Plan
 
 BF16 = Option(label="bf16", choices={"precision": "bf16"})

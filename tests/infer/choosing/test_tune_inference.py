@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 import flatout
 from flatout.errors import UsageError
-from flatout.infer.choosing import search as inference_search
-from flatout.infer.choosing.search import Turns
+from flatout.infer.choosing import inference_search
+from flatout.infer.choosing.inference_search import Turns
 from flatout.infer.choosing.tune_inference import InferenceTuning
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import Bert, BertConfig, ResNet, ResNetConfig

@@ -26,7 +26,7 @@ from flatout.script.trial.setup import StartedScript, TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
-from flatout.tuning.search import TrainingSearch
+from flatout.tuning.training_search import TrainingSearch
 from tests.levers.test_catalogue import CPU
 from tests.tuning.planted_levers import Helps, Planted
 
