@@ -7,7 +7,7 @@ determined is None.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from flatout.decoding import decode
 from flatout.machine.ceilings import Ceilings, Peak
@@ -195,6 +195,16 @@ class Observed:
         steps = [f"{one.kind} over {one.parameters} tensors" for one in self.optimizers]
         how = ["autocast"] * self.autocast_in_script + ["torch.compile"] * self.compiled_in_script
         return ", ".join([*models, *steps, *how, f"on {self.device.partition(':')[0]}"])
+
+    def with_times_of(self, seen: Observed) -> Observed:
+        """The same script, with the times that were seen later."""
+        return replace(
+            self,
+            device=seen.device,
+            step_seconds=seen.step_seconds,
+            breakdown_seconds=seen.breakdown_seconds,
+            page_faults_per_step=seen.page_faults_per_step,
+        )
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -444,7 +444,7 @@ class TrainingSearch(Search[Choice]):
         """Observe again after a lever was kept: shares of a step have changed, and a loader lever may have nothing to
         gain."""
         if (seen := self._seen_again(self._live(), self._steps_to_look_again())) is not None:
-            self.state.observed = _with_times(self.state.observed, seen)
+            self.state.observed = self.state.observed.with_times_of(seen)
 
     def _seen_again(self, live: Sequence[Choice], steps: int) -> Observed | None:
         """None where the process failed or ended."""
@@ -469,9 +469,9 @@ class TrainingSearch(Search[Choice]):
         self._progress("watching plain steps again, as the machine was busy before")
         if (seen := self._seen_again([], self._steps_to_look_again(last))) is None:
             return
-        self.state.first_observed = _with_times(self.state.first_observed, seen)
+        self.state.first_observed = self.state.first_observed.with_times_of(seen)
         if not self.state.kept:
-            self.state.observed = _with_times(self.state.observed, seen)
+            self.state.observed = self.state.observed.with_times_of(seen)
         elif trial.outcome != "kept":  # then `on_kept` is about to do it
             self._look_again()
 
@@ -571,7 +571,7 @@ class TrainingSearch(Search[Choice]):
                 return self._compare_whole_runs(self.few, wanted, tried[-1])
             try:
                 with self._arms(wanted) as arms:
-                    return compare_arms(*arms, self._pace(bundle=len(tried) > 1), tried[-1], collected)
+                    return compare_arms(*arms, self._pace(tried), tried[-1], collected)
             except TrialEnded as end:
                 if not end.by_itself or attempt == ATTEMPTS - 1:
                     raise
@@ -605,13 +605,22 @@ class TrainingSearch(Search[Choice]):
         sides = (lambda: self._fresh_arm(self.state.kept)), (lambda: self._fresh_arm(wanted))
         return compare_whole_runs(*sides, few, pace, choice, lambda: self._remaining() > 2 * pair_seconds)
 
-    def _pace(self, *, bundle: bool = False) -> Pace:
-        share = self._share(COMPARISON_SECONDS)
+    def _pace(self, tried: Sequence[Choice] = ()) -> Pace:
+        share, remaining = self._share(COMPARISON_SECONDS), self._remaining()
         pace = Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=share)
-        remaining = self._remaining()
-        longest = LONGEST_OF_A_BUNDLE * remaining if bundle else min(LONGEST_SHARES * share, remaining / 2)
+        longest = min(LONGEST_SHARES * share, remaining / 2, max(share, remaining - self._needed_by_better(tried)))
+        if len(tried) > 1:
+            longest = LONGEST_OF_A_BUNDLE * remaining
         pace = replace(pace, longest_seconds=longest)
         return pace if self._length is None else pace_within(pace, self._length)
+
+    def _needed_by_better(self, tried: Sequence[Choice]) -> float:
+        """The most time that another lever needs, of those expected to save much, and more than this, for which there
+        is time now: a small gain is not confirmed at the cost of a larger one."""
+        least = max([MUCH_SAVED, *(self._proposals.saving(one).expected for one in tried)])
+        others = [found[0] for name in self.names() if (found := self._open(name))]
+        better = [self.combined((one,)) for one in others if self._proposals.saving(one).expected > least]
+        return max((needed for one in better if (needed := self.needed_seconds(one)) < self._remaining()), default=0.0)
 
     def _share(self, most_seconds: float) -> float:
         """Time for one comparison, so that enough is left for the others."""
@@ -677,17 +686,6 @@ class TrainingSearch(Search[Choice]):
             return False
         first = usual_compile_seconds(self.state.first_observed, compiled.value)
         return self._remaining() <= first + self.usual_trial_seconds
-
-
-def _with_times(before: Observed, seen: Observed) -> Observed:
-    """What was observed before, with the times that were seen now."""
-    return replace(
-        before,
-        device=seen.device,
-        step_seconds=seen.step_seconds,
-        breakdown_seconds=seen.breakdown_seconds,
-        page_faults_per_step=seen.page_faults_per_step,
-    )
 
 
 def _with_work(seen: Observed, process: RunningTrial, described: Observed) -> Observed:

@@ -347,6 +347,25 @@ def test_what_saves_much_is_tried_while_there_is_still_time_for_it(tmp_path: Pat
     assert first() != "torch.compile"
 
 
+def test_a_small_gain_is_not_confirmed_at_the_cost_of_a_larger_one(tmp_path: Path) -> None:
+    """A cheap lever that looks a little faster would take up to three shares of the time to be sure of it."""
+    clock = Clock()
+    asked = search(tmp_path, clock, Compile(), FusedOptimizer())
+    asked.state.observed = asked.state.first_observed = STEP
+    asked._deadline, asked._left = Deadline(60.0, clock=clock), 8
+    needed = asked.needed_seconds([asked.proposal("torch.compile").candidates[0]])
+
+    def longest(seconds_left: float) -> float:
+        clock.now = 60.0 - seconds_left
+        return asked._pace([Choice(FusedOptimizer(), "fused")]).longest_seconds
+
+    assert longest(needed + 4.0) == pytest.approx(4.0) > asked._share(60.0)
+    assert longest(needed + 1.0) == asked._share(60.0)  # less would decide nothing
+    assert longest(needed - 1.0) > 4.0  # too late for compiling
+    asked._begun["torch.compile"] = {"torch.compile"}  # it was tried
+    assert longest(needed + 4.0) > 4.0
+
+
 def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(tmp_path: Path) -> None:
     """The trial's own compilation and two more have to fit; then the other levers get the time."""
     clock = Clock()
@@ -374,7 +393,7 @@ def test_a_bundle_that_looks_faster_gets_most_of_the_time(tmp_path: Path) -> Non
     """Without a verdict on it, its members would be tried one by one in what is left."""
     asked = search(tmp_path, Clock())
     asked.state.observed = replace(asked.state.observed, step_seconds=0.25)
-    alone, together = asked._pace(), asked._pace(bundle=True)
+    alone, together = asked._pace(), asked._pace([Choice(FusedOptimizer(), "fused"), Choice(Autocast(), "bf16")])
     assert together.seconds == alone.seconds
     assert alone.longest_seconds <= asked._remaining() / 2 < together.longest_seconds < asked._remaining()
 
