@@ -1,19 +1,25 @@
-"""How long does a first compilation take? Seconds of a first step under the lever torch.compile, by operations.
+"""How long does a first compilation take? Seconds of a first step under the lever torch.compile, and by torch alone.
 
-    python -m benchmarks.search.compiling
+    python -m benchmarks.search.compiling [--repeats 3] [--out results.json]
 
-Each model is compiled in a process of its own, with nothing in torch's caches and then again with what that left. A
-search expects `flatout.levers.first_compilation.usual_compile_seconds`, which is printed beside what was measured.
+Each model is compiled in a process of its own, with nothing in torch's caches and then again with what that left: by
+the lever and by torch.compile alone, in turns. A search expects
+`flatout.levers.first_compilation.usual_compile_seconds`, which is printed beside what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +30,11 @@ from flatout.levers.compile import Compile, repeated_blocks
 from flatout.levers.first_compilation import usual_compile_seconds
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.subject import Subject
+from flatout.machine.detect import detect
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig, ResNet, ResNetConfig
 from flatout.script.step_work import follow_step
+
+HOW = ("torch", "lever")
 
 
 def gpt2(layers: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -47,8 +56,9 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor, Tensor]], str]] = {
 }  # fmt: skip
 
 
-def measure(name: str) -> str:
-    """In a process of its own: seconds more that the first two steps take than the next two, and what was expected."""
+def measure(name: str, how: str) -> dict[str, float]:
+    """In a process of its own: seconds more that the first two steps take than the next two, and what was expected.
+    how: 'lever' or 'torch', for the lever torch.compile or torch's own function."""
     make, mode = CASES[name]
     torch.manual_seed(0)
     model, inputs, targets = make()
@@ -64,34 +74,70 @@ def measure(name: str) -> str:
     finish = follow_step()
     step()
     work = finish()
-    seen = ModuleSeen(kind=name, parameters=0, repeated_blocks=len(repeated_blocks(model)))
+    blocks = repeated_blocks(model)
+    seen = ModuleSeen(kind=name, parameters=0, repeated_blocks=len(blocks))
     observed = Observed(device="cpu", modules=(seen,), operations_per_step=work.operations_per_step)
     subject = Subject()
     subject.modules.add(model)
-    taken = []
-    with Compile().apply(subject, mode):
+    with contextlib.ExitStack() as stack:
+        if how == "lever":
+            stack.enter_context(Compile().apply(subject, mode))
+        else:
+            for part in blocks if mode == "regional" else [model]:
+                part.compile()
+        taken = []
         for _ in range(2):
             began = time.perf_counter()
             step(), step()
             taken.append(time.perf_counter() - began)
     expected = usual_compile_seconds(observed, mode)
-    return f"{work.operations_per_step:5} operations  {taken[0] - taken[1]:5.1f} s  expected {expected:.1f} s"
+    operations = work.operations_per_step or 0
+    return {"operations": operations, "seconds": taken[0] - taken[1], "expected_seconds": expected}
+
+
+def in_a_process(name: str, how: str, cache: str) -> dict[str, float]:
+    environment = trial_environment({"TORCHINDUCTOR_CACHE_DIR": cache})
+    command = [sys.executable, "-m", "benchmarks.search.compiling", "--case", name, "--how", how]
+    found: dict[str, float] = json.loads(
+        subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    )
+    return found
+
+
+def compared(name: str, repeats: int) -> dict[str, Any]:
+    """Medians of each way, 'again' with what the first process left in its cache."""
+    taken: dict[str, list[float]] = {f"{how}{state}": [] for how in HOW for state in ("", "_again")}
+    for _ in range(repeats):
+        for how in HOW:
+            with tempfile.TemporaryDirectory() as cache:
+                first, again = (in_a_process(name, how, cache) for _ in range(2))
+            taken[how].append(first["seconds"])
+            taken[f"{how}_again"].append(again["seconds"])
+    found = {"operations": first["operations"], "expected_seconds": first["expected_seconds"]}
+    return {**found, **{way: {"seconds": median(seconds), "all": seconds} for way, seconds in taken.items()}}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--case", choices=CASES, help="this one, in this process")
-    case = parser.parse_args().case
-    if case:
-        print(measure(case))
+    parser.add_argument("--how", choices=HOW, default="lever")
+    asked = parser.parse_args()
+    if asked.case:
+        print(json.dumps(measure(asked.case, asked.how)))
         return 0
+    machine = detect()
+    found: dict[str, Any] = {"machine": {"processor": machine.cpu.name, "torch": machine.versions.torch}, "models": {}}
     for name in CASES:
-        with tempfile.TemporaryDirectory() as cache:
-            environment = trial_environment({"TORCHINDUCTOR_CACHE_DIR": cache})
-            for state in ("nothing in caches", "again"):
-                command = [sys.executable, "-m", "benchmarks.search.compiling", "--case", name]
-                out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-                print(f"{name:26} {state:18} {out.strip()}", flush=True)
+        found["models"][name] = one = compared(name, asked.repeats)
+        figures = "  ".join(f"{way} {one[way]['seconds']:5.1f} s" for way in ("torch", "lever", "lever_again"))
+        print(
+            f"{name:26} {one['operations']:5} operations  {figures}  expected {one['expected_seconds']:.1f} s",
+            flush=True,
+        )
+        if asked.out:
+            asked.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

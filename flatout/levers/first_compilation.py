@@ -40,7 +40,7 @@ this machine: most of that passes while the model is traced (`python -m benchmar
 took is measured."""
 EVALUATED_TOO = 0.5
 """How much longer where the loop also evaluates: that is another graph, without gradients."""
-AGAIN_SECONDS, AGAIN_SHARE = 1.5, 0.075
+AGAIN_SECONDS, AGAIN_SHARE = 1.0, 0.06
 """In a later process, which finds the kernels in the cache: to load the compiler, and a share of the first compilation
 (0.04 to 0.09 in that benchmark)."""
 USUAL_OPERATIONS = 500

@@ -20,7 +20,6 @@ from flatout.replaced import replaced
 from flatout.torch_private.compiler import built_kernels, compile_threads, compiler_of_kernels, later_kernel
 
 Kernel = Callable[..., Any]
-Build = Callable[[], Sequence[Kernel]]
 
 ONE_KERNEL = re.compile(
     r'\s*(#include\s*[<"][^>"\n]+[>"])\s*(extern\s+"C"\s+(?:__declspec\(dllexport\)\s+)?void\s+kernel\(.*)', re.S
@@ -147,6 +146,7 @@ class _Batch:
         if self.built is None:
             self.built = self._together() if len(self._sources) > 1 else None
             self.built = self.built or [one.result() for one in [begin() for begin in self._separately]]
+            self._sources, self._separately = [], []  # these hold the graph, which would hold its batch
         return self.built
 
     def _together(self) -> Sequence[Kernel] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,17 @@ def test_what_is_asked_for_later_is_built_later(built: list[str]) -> None:
         assert len(built) == 2
         after[0].result()
     assert len(built) == 4
+
+
+def test_a_graph_is_freed_once_it_has_its_kernels(built: list[str]) -> None:
+    with compiled_together():
+        graph = Graph()
+        later = [graph.cpp_pybinding([], kernel(i)) for i in range(2)]
+        later[0].result()
+        freed = weakref.ref(graph)
+        del graph
+        assert freed() is None
+        assert later[1].result() == "2.0"
 
 
 def test_a_kernel_of_its_own_is_built_as_ever(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,15 @@ the activation and the sum behind them along.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from flatout.levers.compile import compile_in_place, repeated_blocks
-from flatout.levers.first_compilation import compiler_is_there
+from flatout.levers.first_compilation import compiler_is_there, headers_precompiled_meanwhile, in_our_cache
 from flatout.levers.model_call import set_call
 from flatout.replaced import settings_changed
 from flatout.torch_private.compiler import dynamo_settings, is_compile_error, options_of_mode, versions_compiled
@@ -34,8 +35,11 @@ class CompiledModel:
         self._call: Callable[..., object] = model
         self._targets = repeated_blocks(model) if mode == "regional" else []
         self._most = MOST_VERSIONS * (1 if mode != "regional" else 4)
+        self._on_cpu = device == "cpu"
+        self._known: set[object] = set()
+        """Shapes that were called before."""
         options: dict[str, str | int | bool | Callable[..., object]] = {}
-        if device == "cpu":
+        if self._on_cpu:
             options = {"freezing": True}
             if not compiler_is_there():
                 self._give_up("no C++ compiler is installed (torch.compile on the CPU needs one; install g++)")
@@ -56,7 +60,11 @@ class CompiledModel:
         # Our own bound counts, not torch's lower one, past which a function would silently run untraced.
         limit = max(settings.recompile_limit, self._most + 1)
         try:
-            with settings_changed(settings, recompile_limit=limit), warnings.catch_warnings(action="ignore"):
+            with (
+                settings_changed(settings, recompile_limit=limit),
+                warnings.catch_warnings(action="ignore"),
+                self._building_quickly(args, kwargs),
+            ):
                 output = self._call(*args, **kwargs)
         except Exception as error:
             if not is_compile_error(error):
@@ -67,6 +75,19 @@ class CompiledModel:
         if self.versions > self._most:
             self._give_up(f"{self.versions} versions were compiled (the bound is {self._most})")
         return output
+
+    @contextlib.contextmanager
+    def _building_quickly(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[None]:
+        """Where inputs have new shapes, for which the CPU's kernels will be built."""
+        inputs = (*args, *kwargs.values())
+        shapes = tuple((one.shape, one.dtype) if isinstance(one, torch.Tensor) else type(one) for one in inputs)
+        if not self._on_cpu or shapes in self._known:
+            yield
+            return
+        with in_our_cache(), headers_precompiled_meanwhile() as precompile:
+            precompile()
+            yield
+        self._known.add(shapes)
 
     def _give_up(self, reason: str) -> None:
         self.gave_up = f"went on without torch.compile: {reason}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import nn
 
 import flatout
 from flatout.errors import MachineError, PlanError, UsageError
+from flatout.infer.prediction import compiled
 from flatout.infer.prediction.batching import Bounds, batches_of, bucket_length, windows
 from flatout.infer.prediction.calling import Calling
 from flatout.infer.prediction.predict import Predictor
@@ -320,6 +322,32 @@ def test_compiled_shapes_are_few_and_past_the_bound_it_goes_on_without(monkeypat
     assert predictor.run.compiled is not None
     assert predictor.run.compiled.versions == 2, predictions.figures.notes
     assert any("went on without torch.compile: 2 versions" in note for note in predictions.figures.notes)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", [(3, 8), (4, 8)]), ("cuda", [])])
+def test_kernels_are_built_quickly_once_per_shape(
+    monkeypatch: pytest.MonkeyPatch, device: str, expected: list[tuple[int, int]]
+) -> None:
+    built: list[tuple[int, ...]] = []
+
+    @contextlib.contextmanager
+    def in_our_cache() -> Iterator[None]:
+        built.append(tuple(inputs.shape))
+        yield
+
+    @contextlib.contextmanager
+    def no_headers() -> Iterator[Callable[[], None]]:
+        yield lambda: None
+
+    monkeypatch.setattr(compiled, "compiler_is_there", lambda: True)
+    monkeypatch.setattr(compiled, "in_our_cache", in_our_cache)
+    monkeypatch.setattr(compiled, "headers_precompiled_meanwhile", no_headers)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    call = compiled.CompiledModel(compiled_case(), "default", device=device)
+    for rows in (3, 4, 3, 4):
+        inputs = torch.randn(rows, 8)
+        call(inputs)
+    assert built == expected
 
 
 def cpp_compiler_there() -> bool:
