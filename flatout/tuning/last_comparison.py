@@ -25,7 +25,9 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
+from flatout.search.search import Progress
 from flatout.statistics import Comparison, chi_square_95, compare_paired, student_95
+from flatout.terminal import Notice
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import (
     Arm,
@@ -37,6 +39,7 @@ from flatout.tuning.windows import (
     pair_of_runs,
     pairing_of_runs,
 )
+from flatout.units import format_seconds
 
 LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 40
 NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
@@ -56,6 +59,8 @@ LEAST_SHARE_BEYOND, SECOND_PAIR_SHARE = 0.1, 0.2
 """Shares of the budget by which it may be exceeded for the fewest pairs that can decide: the larger where the first one
 shows NOTABLE_GAIN or more, as one pair alone confirms only what is beyond x1.66."""
 NOTABLE_GAIN = 1.1
+LEAST_OVER_SAID = 0.05
+"""Share of the budget by which it is exceeded: from there on that is said as it begins."""
 WARM_IN_STARTED = 1
 """First steps that are not counted of processes that have made steps under the same levers before."""
 MOST_STARTS = 40
@@ -146,27 +151,36 @@ def compare_afresh(
     seconds: float,
     few: FewSteps | None = None,
     started: Started = NOTHING_STARTED,
+    progress: Progress = lambda text: None,
 ) -> Pairing:
     """Takes about `seconds`, or what `deadline` leaves if that is more, until the interval is narrow.
 
-    Takes longer where starts or steps are so long that fewer windows would prove nothing. few: the script's length,
-    where whole runs are compared; the length of windows does not matter then.
+    Takes longer where starts or steps are so long that fewer windows would prove nothing, which `progress` is told.
+    few: the script's length, where whole runs are compared; the length of windows does not matter then.
 
     Raises TrialError if a process fails, TrialEnded if the script is too short even for windows of one step.
     """
     pace = replace(
         pace, least_pairs=LEAST_WINDOWS, most_pairs=MOST_WINDOWS, counts_warm_up=True, stops_when_decided=False
     )
-    return _Comparing(sides, pace, deadline, max(seconds, deadline.seconds_left), few, started).run()
+    return _Comparing(sides, pace, deadline, max(seconds, deadline.seconds_left), few, started, progress).run()
 
 
 class _Comparing:
     """One such comparison: a group of pairs of windows for each pair of processes."""
 
     def __init__(
-        self, sides: Sides, pace: Pace, deadline: Deadline, seconds: float, few: FewSteps | None, started: Started
+        self,
+        sides: Sides,
+        pace: Pace,
+        deadline: Deadline,
+        seconds: float,
+        few: FewSteps | None,
+        started: Started,
+        progress: Progress,
     ) -> None:
         self._sides, self._pace, self._deadline, self._few = sides, pace, deadline, few
+        self._progress = progress
         self._available, self._began = seconds, deadline.elapsed_seconds
         self._left_at_first = deadline.seconds_left
         self._started, self._waiting = started, [*started.pairs]
@@ -219,11 +233,23 @@ class _Comparing:
             if too_few:
                 beyond = SECOND_PAIR_SHARE if ratio > NOTABLE_GAIN else LEAST_SHARE_BEYOND
                 most = max(most, self._left_at_first + beyond * budget_seconds)
-        pair_seconds = self._spent / (len(self._new) or len(self._groups))
-        return len(self._groups) < self._least or self._spent + pair_seconds <= most
+        return len(self._groups) < self._least or self._spent + self._pair_seconds <= most
+
+    @property
+    def _pair_seconds(self) -> float:
+        return self._spent / (len(self._new) or len(self._groups))
+
+    def _say_what_goes_over(self) -> None:
+        """Where one more pair is begun that ends after the budget, because the gain is not certain yet."""
+        over = self._spent + self._pair_seconds - self._left_at_first
+        if self._left_at_first > 0 and over > LEAST_OVER_SAID * self._deadline.budget_seconds:
+            longer = f"another comparison takes about {format_seconds(over)} longer than the budget"
+            self._progress(Notice(f"x{self._found().ratio:.2f} is not certain yet: {longer}"))
 
     def _compare_new(self) -> bool:
         """False: a new pair has failed, of which there are enough."""
+        if self._groups:
+            self._say_what_goes_over()
         pairs: Pairs = []
         number, left = len(self._new), self._available - self._spent
         try:

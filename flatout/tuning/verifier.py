@@ -283,6 +283,7 @@ class Verifier:
                 self._comparison_seconds,
                 self.state.few_steps,
                 started,
+                self._progress,
             )
         except (TrialError, ScriptError) as error:
             self.warnings.append(f"the last comparison {self.trials.afresh} was cut short: {error}")

@@ -190,8 +190,11 @@ def test_where_the_proofs_processes_do_not_decide_a_new_pair_may_take_longer(
     deadline = Deadline(100.0, clock=lambda: now).within(12.0)
     pace = Pace.for_step(1e-3, seconds=9.0)
     started = Started(pairs=[arms])  # type: ignore[list-item]
-    found = compare_afresh(PlainAndPlanned(setup, []), pace, deadline, 9.0, started=started)
+    told: list[str] = []
+    found = compare_afresh(PlainAndPlanned(setup, []), pace, deadline, 9.0, started=started, progress=told.append)
     assert (found.comparison.pairs, found.comparison.verdict) == (pairs, verdict)
+    longer = "is not certain yet: another comparison takes about 12 s longer than the budget"
+    assert [one.partition(" ")[2] for one in told] == ([longer] if kept == 1.3 else [])
 
 
 @pytest.mark.parametrize(

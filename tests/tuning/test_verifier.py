@@ -232,7 +232,7 @@ def test_the_shorter_the_time_the_more_processes_of_the_proof_are_compared(
     proved_with: list[TrialSetup] = []
     monkeypatch.setattr(verifier_module, "Prover", lambda trials, *_: proved_with.append(trials) or SimpleNamespace())
     compared: list[Started] = []
-    monkeypatch.setattr(verifier_module, "compare_afresh", lambda *given: compared.append(given[-1]) or FASTER)
+    monkeypatch.setattr(verifier_module, "compare_afresh", lambda *given: compared.append(given[-2]) or FASTER)
     state = SearchState(
         kept=[claim], trials=[], startup_seconds=start_seconds, first_observed=Observed(step_seconds=1.0)
     )
