@@ -281,6 +281,17 @@ def _cost(result: Document) -> str:
     return f"{format_seconds(median(result['plain']))}: {sign}{abs(cost):.1f} % ({bounds})"
 
 
+def compiling(document: Document) -> str:
+    """How long a first compilation takes, by torch alone and by the lever."""
+    rows = []
+    for name, found in document["models"].items():
+        alone, lever, again = (found[way]["seconds"] for way in ("torch", "lever", "lever_again"))
+        seconds = [f"{value:.1f} s" for value in (alone, lever, again, found["expected_seconds"])]
+        rows.append([name, f"{found['operations']:,.0f}", seconds[0], seconds[1], f"{lever / alone:.2f}", *seconds[2:]])
+    header = ["model", "operations in a step", "torch alone", "by the lever", "of torch's", "once more", "expected"]
+    return table(header, rows, above(document))
+
+
 def planted(*results: Document) -> str:
     """How often a lever of known worth was kept."""
     rows = []
@@ -677,6 +688,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "exhaustive": exhaustive,
     "gain": gain,
     "watching": watching,
+    "compiling": compiling,
     "planted": planted,
     "null_tunes": null_tunes,
     "proof": proof,

@@ -11,6 +11,7 @@ code, flags and cache; what does not build that way is built as inductor does it
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any  # a compiled kernel, whose arguments its source declares
@@ -25,6 +26,9 @@ ONE_KERNEL = re.compile(
     r'\s*(#include\s*[<"][^>"\n]+[>"])\s*(extern\s+"C"\s+(?:__declspec\(dllexport\)\s+)?void\s+kernel\(.*)', re.S
 )
 """Its header, and a source that defines nothing but the one function."""
+
+MOST_IN_A_FILE = 32
+"""Kernels: what a file repeats takes as long as four of them, and a compiler's memory grows with them."""
 
 MODULE = "kernels"
 BINDINGS = """
@@ -151,7 +155,8 @@ class _Batch:
 
     def _together(self) -> Sequence[Kernel] | None:
         """None where that fails: what is wrong with a kernel is reported where it is built alone."""
-        groups = shared_out([len(source) for source in self._sources], compile_threads())
+        parts = max(compile_threads(), math.ceil(len(self._sources) / MOST_IN_A_FILE))
+        groups = shared_out([len(source) for source in self._sources], parts)
         try:
             loads = [built_kernels(one_source([self._sources[i] for i in group]), MODULE) for group in groups]
             found = {

@@ -96,6 +96,15 @@ def test_each_graph_gets_its_kernels(built: list[str]) -> None:
     assert Graph().cpp_pybinding([], SOURCE).result() == f"alone {SOURCE}"
 
 
+def test_many_kernels_take_more_files(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_together, "MOST_IN_A_FILE", 3)
+    with compiled_together():
+        graph = Graph()
+        laters = [graph.cpp_pybinding([], kernel(i)) for i in range(7)]
+        assert len({str(later.result()) for later in laters}) == 7
+    assert sorted(source.count("#define kernel") for source in built) == [2, 2, 3]
+
+
 def test_the_same_kernel_is_found_where_its_source_was(built: list[str]) -> None:
     with compiled_together():
         graph = Graph()
