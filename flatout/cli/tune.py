@@ -100,7 +100,7 @@ def tune(
         typer.Option(metavar="SIZE", help="Bring the memory of a step's tensors under this size: 12GiB, 900MiB."),
     ] = None,
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder for flatout.toml and flatout-report.json.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for flatout.toml and flatout-report.json, made if missing.")
     ] = Path("."),
     logs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the output of trials in this folder.")
@@ -279,9 +279,10 @@ def _seeing(device: str | None) -> list[str]:
 
 
 def _check_writable(folder: Path) -> None:
-    """Minutes of trials must not end in a folder that takes no file."""
+    """Minutes of trials must not end in a folder that takes no file, or that cannot be made."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise UsageError(
@@ -297,6 +298,7 @@ def _save(plan: Plan, document: dict[str, object], wanted: Wanted, *, plans: boo
     from flatout.report.document import write_document
 
     try:
+        wanted.folder.mkdir(parents=True, exist_ok=True)
         if plans:
             write_plan(wanted.folder / PLAN_NAME, plan, include_private=wanted.include_private)
         write_document(wanted.folder / REPORT_NAME, document)

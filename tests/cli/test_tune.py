@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli.tune import _prepare
+from flatout.cli.tune import Wanted, _prepare, _save
 from flatout.errors import UsageError
+from flatout.plan import Plan
 from flatout.private_details import arguments_digest
 from flatout.script.entry import Target
 from flatout.tuning.script_tuning import TuneRequest
@@ -59,7 +60,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["--exactness", "perhaps", "train.py"], 2, "not one of 'bit-identical', 'rounding', 'reduced'"),
         (["--steps", "0", "train.py"], 2, "at least 1"),
         (["--steps", "0", "--devices", "2", "train.py:make"], 2, "at least 1"),
-        (["--out", "nowhere", "train.py"], 2, "cannot write to"),
+        (["--out", "train.py/results", "train.py"], 2, "cannot write to"),
         (["--logs", "train.py", "train.py"], 2, "logs cannot be kept in train.py"),
         (["--fit", "small", "train.py"], 2, "'small' is not a size"),
         (["--devices", "0", "train.py"], 2, "--devices is '0'; it is a number from 1"),
@@ -103,6 +104,15 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_folder_for_the_results_is_made_when_there_are_some(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    request, folder = TuneRequest(target=Target.from_command([str(tmp_path / "train.py")])), tmp_path / "results/today"
+    _prepare(request, folder, None)
+    assert not folder.parent.exists()
+    _save(Plan(precision="bf16"), {}, Wanted(folder=folder, json=False, include_private=False), plans=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["flatout-report.json", "flatout.toml"]
+
+
 @pytest.mark.usefixtures("in_removed_folder")
 def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     """Not even torch can be loaded there."""
@@ -117,9 +127,8 @@ def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_pa
     body = "line = sys.stdin.readline() if step < 2 else ''; open('log.txt', 'a').write('x'); open('new.txt', 'w')"
     (tmp_path / "my train.py").write_text(LOOP.format(steps=10_000_000, body=body))
     (tmp_path / "log.txt").write_text("mine")
-    result = tune(
-        tmp_path, "--exactness", "bit-identical", "--json", "my train.py", "--name", "two words", stdin="a\nb\n"
-    )
+    options = ["--exactness", "bit-identical", "--json", "--out", "results/today"]
+    result = tune(tmp_path, *options, "my train.py", "--name", "two words", stdin="a\nb\n")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["flatout"]["document"] == "tune"
@@ -127,12 +136,8 @@ def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_pa
     assert report["script"]["arguments_digest"] == arguments_digest(["--name", "two words"])
     assert {trial["exactness"] for trial in report["trials"]} <= {"bit-identical"}
     assert (tmp_path / "log.txt").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "flatout-report.json",
-        "flatout.toml",
-        "log.txt",
-        "my train.py",
-    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.txt", "my train.py", "results"]
+    assert sorted(p.name for p in (tmp_path / "results/today").iterdir()) == ["flatout-report.json", "flatout.toml"]
 
 
 @pytest.mark.parametrize("moment", ["starting the script", pytest.param("trying ", marks=pytest.mark.slow)])
