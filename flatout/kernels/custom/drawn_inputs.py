@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +22,13 @@ from flatout.kernels.custom.guards import Filler, Guarded, guarded, strides_of, 
 class Drawn:
     """The inputs of one call."""
 
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
     """Tensors on the device, contiguous and without guards; constants as they are."""
     guarded: tuple[Guarded | None, ...]
     """The same values as the case lays them out; None for a constant."""
 
     @property
-    def arguments(self) -> list[Any]:
+    def arguments(self) -> list[object]:
         """What the kernel is called with."""
         pairs = zip(self.values, self.guarded, strict=True)
         return [value if one is None else one.tensor for value, one in pairs]
@@ -38,7 +37,7 @@ class Drawn:
 def draw(definition: Definition, case: Case, device: str, filler: Filler = "input") -> Drawn:
     """The inputs; drawn again they have the same values."""
     torch.manual_seed(case.seed)
-    values: list[Any] = []
+    values: list[object] = []
     laid_out: list[Guarded | None] = []
     for place, one in enumerate(definition.arguments):
         if isinstance(one, Constant):
@@ -56,11 +55,11 @@ def draw(definition: Definition, case: Case, device: str, filler: Filler = "inpu
     return Drawn(tuple(values), tuple(laid_out))
 
 
-def unguarded(drawn: Drawn) -> list[Any]:
+def unguarded(drawn: Drawn) -> list[object]:
     """The inputs laid out likewise, in memory of their own that ends where they do."""
-    found: list[Any] = []
+    found: list[object] = []
     for value, one in zip(drawn.values, drawn.guarded, strict=True):
-        if one is None:
+        if one is None or not isinstance(value, Tensor):
             found.append(value)
             continue
         shape, strides = one.tensor.shape, one.tensor.stride()
@@ -142,19 +141,18 @@ def _end(argument: TensorArgument, case: Case) -> float:
     return case.sizes[argument.high] if isinstance(argument.high, str) else float(argument.high or 0.0)
 
 
-def copies(values: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
+def copies(values: Sequence[object], dtype: torch.dtype | None = None) -> list[object]:
     """Of the tensors, floating-point ones in `dtype` if one is given."""
-    return [
-        one.to(dtype, copy=True)
-        if dtype is not None and one.is_floating_point()
-        else one.clone()
-        if isinstance(one, Tensor)
-        else one
-        for one in values
-    ]
+
+    def copy(one: object) -> object:
+        if not isinstance(one, Tensor):
+            return one
+        return one.clone() if dtype is None or not one.is_floating_point() else one.to(dtype, copy=True)
+
+    return [copy(one) for one in values]
 
 
-def nudged_copies(values: Sequence[Any]) -> list[Any]:
+def nudged_copies(values: Sequence[object]) -> list[object]:
     """Of the tensors; floating-point ones in float64, each element one rounding of its dtype off, up or down."""
     return [nudged(one) if isinstance(one, Tensor) and one.is_floating_point() else one for one in copies(values)]
 

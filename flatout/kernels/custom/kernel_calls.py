@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def forward_problem(definition: Definition, case: Case, device: str) -> Problem 
     return forward_outcome(definition, case, device).problem
 
 
-def expected_of(definition: Definition, values: Sequence[Any]) -> Expected:
+def expected_of(definition: Definition, values: Sequence[object]) -> Expected:
     """The reference on copies of these values. ReferenceFails: it raises."""
     with torch.no_grad():
         plain = copies(values)
@@ -105,16 +105,16 @@ def expected_of(definition: Definition, values: Sequence[Any]) -> Expected:
         )
 
 
-def _of_reference(definition: Definition, arguments: list[Any]) -> tuple[Tensor, ...]:
+def _of_reference(definition: Definition, arguments: list[object]) -> tuple[Tensor, ...]:
     try:
         return outputs_of(definition, definition.reference(*arguments), arguments)
     except Exception as error:  # the user's own code
         raise ReferenceFails(raised_text(error)) from error
 
 
-def outputs_of(definition: Definition, returned: object, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+def outputs_of(definition: Definition, returned: object, arguments: Sequence[object]) -> tuple[Tensor, ...]:
     """What it returned, and the inputs that it writes to."""
-    return (*_tensors(returned), *(arguments[place] for place in definition.mutates))
+    return (*_tensors(returned), *(one for place in definition.mutates for one in _tensors(arguments[place])))
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -149,7 +149,7 @@ def _memory_problem(definition: Definition, drawn: Drawn, made: Sequence[Guarded
 
 
 def _sharing_problem(
-    definition: Definition, found: Sequence[Tensor], arguments: Sequence[Any], expected: Expected
+    definition: Definition, found: Sequence[Tensor], arguments: Sequence[object], expected: Expected
 ) -> Problem | None:
     """An output in the memory of an input, where the reference makes a new one: a later write changes both."""
     for number, place in _sharing(definition, found, arguments).items():
@@ -163,7 +163,7 @@ def _sharing_problem(
     return None
 
 
-def _sharing(definition: Definition, outputs: Sequence[Tensor], arguments: Sequence[Any]) -> dict[int, int]:
+def _sharing(definition: Definition, outputs: Sequence[Tensor], arguments: Sequence[object]) -> dict[int, int]:
     """Returned output -> the input whose memory it lies in; those that share none are left out."""
     memory = {
         one.untyped_storage().data_ptr(): place

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,9 @@ def speed_of(
     )
 
 
-def _compiled(definition: Definition, values: tuple[Any, ...], backend: str) -> tuple[Callable[[], object] | None, str]:
+def _compiled(
+    definition: Definition, values: tuple[object, ...], backend: str
+) -> tuple[Callable[[], object] | None, str]:
     """(the compiled reference, why there is none)."""
     if backend != "inductor":
         return None, f"torch.compile was used with {backend} only"
@@ -105,7 +106,7 @@ def _compiled(definition: Definition, values: tuple[Any, ...], backend: str) -> 
     return lambda: compiled(*values), ""
 
 
-def _flops(definition: Definition, values: tuple[Any, ...]) -> int:
+def _flops(definition: Definition, values: tuple[object, ...]) -> int:
     counting = FlopCounterMode(display=False)
     with counting:
         definition.reference(*values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def gradient_problem(definition: Definition, case: Case, device: str) -> Problem
 
 
 def _reference_gradients(
-    definition: Definition, case: Case, arguments: list[Any], *, nudges: torch.dtype | None = None
+    definition: Definition, case: Case, arguments: list[object], *, nudges: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
     """nudges: the incoming gradients are one rounding of this dtype off."""
     leaves = _leaves(arguments)
@@ -78,7 +78,7 @@ def _reference_gradients(
         raise ReferenceFails(raised_text(error)) from error
 
 
-def _kernel_gradients(definition: Definition, case: Case, arguments: list[Any]) -> tuple[Tensor, ...]:
+def _kernel_gradients(definition: Definition, case: Case, arguments: list[object]) -> tuple[Tensor, ...]:
     leaves = _leaves(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an operator without a formula: it is reported
@@ -94,14 +94,14 @@ def _kernel_gradients(definition: Definition, case: Case, arguments: list[Any]) 
     return _filled(raw, leaves)
 
 
-def _leaves(arguments: list[Any]) -> list[Tensor]:
+def _leaves(arguments: list[object]) -> list[Tensor]:
     for place, one in enumerate(arguments):
         if _differentiable(one):
             arguments[place] = one.detach().requires_grad_()
     return [one for one in arguments if _differentiable(one)]
 
 
-def _differentiable(value: object) -> bool:
+def _differentiable(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -142,7 +142,7 @@ def compiled_problem(definition: Definition, cases: Sequence[Case], device: str,
     """The kernel in a graph of torch.compile, on several sizes. NotSupported: it cannot be in one, and why."""
     torch.compiler.reset()
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: object) -> object:
         return definition.kernel(*arguments)
 
     compiled = torch.compile(call, fullgraph=True, backend=backend)

@@ -201,3 +201,24 @@ def test_indices_stay_below_their_size() -> None:
     failure = properties["forward"].failure
     assert failure is not None
     assert "rows=9" in failure.case or "rows=1" in failure.case
+
+
+@pytest.mark.parametrize("adds", [0.0, 1.0], ids=["right", "wrong"])
+def test_constants_are_passed_as_they_are(adds: float) -> None:
+    seen: set[tuple[object, ...]] = set()
+
+    def scaled(x: Tensor, factor: float, flag: bool, nothing: None) -> Tensor:
+        return x * factor if flag else x.clone()
+
+    def kernel(x: Tensor, factor: float, flag: bool, nothing: None) -> Tensor:
+        seen.add((factor, flag, nothing))
+        return scaled(x, factor, flag, nothing) + adds
+
+    given = {"inputs": ("float[rows, width]", 2.5, True, None), "labels": ("x", "factor", "flag", "nothing")}
+    properties, _ = checked(defined(kernel, reference=scaled, compiles=False, **given))
+    assert properties["forward"].verdict == ("failed" if adds else "passed"), properties["forward"]
+    if adds:
+        assert "kernel(x, 2.5, True, None)" in str(properties["forward"])
+    else:
+        assert properties["gradient"].verdict == "passed"
+    assert seen == {(2.5, True, None)}
