@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def all_parameters(modules: Iterable[Module], optimizers: Iterable[Optimizer]) -
     return list(found.values())
 
 
-def copy_own_attributes(optimizer: Optimizer, copied: Optimizer, memo: dict[int, Any]) -> None:
+def copy_own_attributes(optimizer: Optimizer, copied: Optimizer, memo: dict[int, object]) -> None:
     """Complete a deep copy of an optimizer, made with that memo.
 
     torch copies its groups, defaults and state alone; a class of the user's may need what its `__init__` set besides.

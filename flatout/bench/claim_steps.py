@@ -87,7 +87,7 @@ def training_step(
     compiled: str | None = None,
     channels_last: bool = False,
     set_to_none: bool = True,
-    model_of: Callable[[nn.Module], Callable[..., Any]] | None = None,
+    model_of: Callable[[nn.Module], Callable[..., object]] | None = None,
 ) -> Step:
     """A step of AdamW. amp: as the guides write it, fp16 with a gradient scaler on a GPU; bf16 on a CPU."""
     model, batch = training.start(setup, channels_last=channels_last)

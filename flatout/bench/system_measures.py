@@ -53,7 +53,7 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
 
 def loader_workers(setup: Setup, seconds: float) -> Sequence[Case]:
     table = TensorDataset(torch.randn(4096, 3, 32, 32), torch.randint(0, 10, (4096,)))
-    datasets: dict[str, Dataset[Any]] = {
+    datasets: dict[str, Dataset[object]] = {
         "samples of 1 ms each (decoding)": _Decoded(),
         "tensors in memory": table,
     }
@@ -67,8 +67,8 @@ def loader_workers(setup: Setup, seconds: float) -> Sequence[Case]:
     ]
 
 
-def _epoch(dataset: Dataset[Any], workers: int) -> Step:
-    loader: DataLoader[Any] = DataLoader(
+def _epoch(dataset: Dataset[object], workers: int) -> Step:
+    loader: DataLoader[object] = DataLoader(
         dataset, batch_size=64, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )
 
@@ -218,13 +218,13 @@ def jax_speed(setup: Setup, seconds: float) -> Sequence[Case]:
     ]
     theirs_inputs, theirs_targets = jnp.asarray(inputs.numpy()), jnp.asarray(targets.numpy())
 
-    def loss(parameters: Any, x: Any, y: Any) -> Any:
+    def loss(parameters: Any, x: Any, y: Any) -> object:
         for place, (weight, bias) in enumerate(parameters):
             x = x @ weight + bias
             x = jax.nn.relu(x) if place + 1 < len(parameters) else x
         return -jnp.mean(jax.nn.log_softmax(x)[jnp.arange(len(y)), y])
 
-    def update(parameters: Any, x: Any, y: Any) -> Any:
+    def update(parameters: Any, x: Any, y: Any) -> object:
         gradients = jax.grad(loss)(parameters, x, y)
         return jax.tree.map(lambda value, gradient: value - 1e-3 * gradient, parameters, gradients)
 

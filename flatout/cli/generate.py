@@ -106,7 +106,7 @@ def generate(
     generator = _generator(model, tokenizer, chosen, draft, slots, device)
     has_words = generator.tokenizer is not None
     given = _prompts(prompt or [], prompts, has_tokenizer=has_words)
-    settings: dict[str, Any] = {  # Any: arguments of generate, each of its type
+    settings: dict[str, object] = {  # arguments of generate, each of its type
         "stop": [_text_or_ids(one, has_words) for one in stop or []] or None,
         "temperature": temperature,
         "top_k": top_k,

@@ -186,7 +186,7 @@ class _Reading:
         self._samples: Iterator[object] | None = None
         self._begun: list[object] = []
         """Samples of a batch that was broken off: an iterator does not yield them again."""
-        self._generators: Mapping[str, Any] | None = None
+        self._generators: Mapping[str, object] | None = None
 
     def take(self, count: int) -> list[object]:
         """The next samples; fewer at the end."""

@@ -82,7 +82,7 @@ def caches_off(configs: Sequence[Any]) -> Iterator[None]:  # as below
             config.use_cache = True
 
 
-def caching(model: Module) -> list[Any]:  # of any class
+def caching(model: Module) -> list[object]:  # of any class
     """The configurations of models that keep keys and values in each pass, as Hugging Face's decoders do by default."""
     configs = {id(one): one for module in model.modules() if (one := vars(module).get("config")) is not None}
     return [one for one in configs.values() if getattr(one, "use_cache", None) is True]

@@ -36,7 +36,7 @@ class Host:
     def takes(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
-    def out(self, tensor: Tensor) -> Any:  # in a form of each host's own
+    def out(self, tensor: Tensor) -> object:  # in a form of each host's own
         """What represents the tensor until `back`."""
         import torch
 

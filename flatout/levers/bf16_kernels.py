@@ -119,7 +119,7 @@ class _Taken:
         self._gelu_tanh = self._noted(gelu_tanh)
 
     def _noted(self, kernel: Original) -> Original:
-        def call(*args: Any, **options: Any) -> Tensor:  # each kernel's own
+        def call(*args: object, **options: Any) -> Tensor:  # each kernel's own
             if not self.acts.any:
                 self.acts.note()
             return kernel(*args, **options)

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from flatout.replaced import replaced
 from flatout.torch_private.compiler import built_kernels, compile_threads, compiler_of_kernels, later_kernel
 
-Kernel = Callable[..., Any]
+Kernel = Callable[..., object]
 
 ONE_KERNEL = re.compile(
     r'\s*(#include\s*[<"][^>"\n]+[>"])\s*(extern\s+"C"\s+(?:__declspec\(dllexport\)\s+)?void\s+kernel\(.*)', re.S
@@ -115,7 +115,7 @@ def compiled_together() -> Iterator[None]:
         yield
 
 
-def _gathering(separately: Callable[..., Any]) -> Callable[..., Any]:
+def _gathering(separately: Callable[..., object]) -> Callable[..., object]:
     """Stands in for the function by which a compiled graph asks for one of its kernels; it waits for all of them
     later."""
     gathered: WeakKeyDictionary[object, _Batch] = WeakKeyDictionary()

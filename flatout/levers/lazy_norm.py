@@ -124,7 +124,7 @@ class LazyNorm(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],  # one of torch's functions, whatever it returns
+        func: Callable[..., object],  # one of torch's functions, whatever it returns
         types: object,
         args: Arguments = (),
         kwargs: Keywords | None = None,
@@ -195,7 +195,7 @@ def _changes(func: Callable[..., object], source: Source) -> bool:
     return in_place or (source.formed is not None and source.formed._version != source.formed_version)
 
 
-def _by_nodes(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> object:
+def _by_nodes(func: Callable[..., object], args: Arguments, kwargs: Keywords) -> object:
     """Something asks for the gradient of LazyNorms, now or later: of their own nodes, through which all of it passes.
 
     ScriptError where some of it does not.

@@ -11,7 +11,6 @@ import mmap
 import os
 import sys
 import time
-from typing import Any
 
 try:
     import resource
@@ -45,7 +44,7 @@ def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _memory_info() -> Any:  # Any: its fields depend on the system; psutil has no types
+def _memory_info() -> object:  # its fields depend on the system; psutil has no types
     import psutil
 
     return psutil.Process().memory_info()

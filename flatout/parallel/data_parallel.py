@@ -32,7 +32,7 @@ from flatout.units import format_bytes
 if TYPE_CHECKING:
     from flatout.plan import Plan
 
-Inputs: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+Inputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
 """Of a call: args and kwargs."""
 CHECKED_SAMPLES = 2
 """On each GPU, in the first call."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from flatout.plan import Plan
 
-COMPRESSIONS: dict[str, Callable[..., Any]] = {  # as torch has them: it does not type its hooks
+COMPRESSIONS: dict[str, Callable[..., object]] = {  # as torch has them: it does not type its hooks
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
@@ -145,7 +145,7 @@ class ShardedUpdates:
             if owner != self._rank:
                 self._optimizer.state.pop(one, None)
 
-    def _collect(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
+    def _collect(self, _: torch.optim.Optimizer, state: dict[str, object]) -> dict[str, object]:  # as torch has it
         """The whole state, on every rank: of each parameter from the rank that updates it."""
         return collected(state, [owner == self._rank for owner in self.owners()], self._group)
 

@@ -94,8 +94,8 @@ class _TensorLike:
 @dataclass
 class _Call:
     operation: OpOverload[..., object]
-    args: Any
-    kwargs: Any
+    args: object
+    kwargs: object
     count: int = 0
     seconds: float | None = None
     """Of one call, in the pass in which it was fastest; None: it cannot be called by itself."""

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from flatout.operator_bytes import moves_no_data
 from flatout.profiling.operator_classes import operator_class
@@ -116,10 +116,10 @@ def marked(follower: OperatorFollower) -> Iterator[None]:
 
     numbers = itertools.count()
 
-    def within(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def within(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+        def make(original: Callable[..., object]) -> Callable[..., object]:
             @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: object, **kwargs: object) -> object:
                 with follower.within(f"{name}{next(numbers)}"):  # a module, or none, may call it several times
                     return original(*args, **kwargs)
 

@@ -19,7 +19,7 @@ class StepHook:
     Registering it with torch would use up one of the ids that also identify the script's hooks.
     """
 
-    def __init__(self, hooks: dict[Any, Callable[..., Any]], call: Hook) -> None:  # torch: int keys
+    def __init__(self, hooks: dict[Any, Callable[..., object]], call: Hook) -> None:  # torch: int keys
         self._hooks, self._call = hooks, call
 
     def add(self) -> None:

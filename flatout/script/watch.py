@@ -350,7 +350,7 @@ class Watch:
         """`first` names the roots: 'tensors' of `backward`, 'outputs' of `grad` (which accumulates nothing)."""
         watch, accumulates = self, first == "tensors"
 
-        def observed(*args: Any, **kwargs: Any) -> object:  # torch checks these
+        def observed(*args: object, **kwargs: object) -> object:  # torch checks these
             if watch._compiling() or watch.suspended or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):

@@ -20,7 +20,7 @@ with imported_from_torch():
 reparametrized: Callable[..., AbstractContextManager[None]] = private("torch.nn.utils.stateless._reparametrize_module")
 """Replaces the tensors of a module; the public `functional_call` also calls it, by its compiled call if any."""
 
-Run = Callable[[list[Any]], Any]  # Any: a graph takes and returns whatever the program does
+Run = Callable[[list[object]], Any]  # Any: a graph takes and returns whatever the program does
 
 
 def boxed(run: Run) -> Run:

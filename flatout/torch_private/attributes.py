@@ -65,7 +65,7 @@ def name_in_schema(operation: Any) -> str:  # Any: an operator, of which torch h
     return f"higher_order::{operation.name()}" if schema is None else str(schema.name)
 
 
-def packet_of(operation: object) -> Any:  # Any: as above
+def packet_of(operation: object) -> object:  # as above
     """Operator overload: its operator. The public `overloadpacket` adds a Python call for every operation. A higher
     order operator is its own."""
     return getattr(operation, "_overloadpacket", operation)

@@ -143,7 +143,7 @@ def autograd_settings() -> ModuleType:
 
 def options_of_mode(mode: str) -> dict[str, Any]:  # Any: as torch.compile takes them
     """The options of a mode of torch.compile, which accepts either a mode or options. Imports the compiler."""
-    options: dict[str, Any] = required("torch._inductor.list_mode_options")(mode)
+    options: dict[str, object] = required("torch._inductor.list_mode_options")(mode)
     return options
 
 
@@ -274,5 +274,5 @@ def write_aoti(program: Any, path: str) -> None:  # Any: an ExportedProgram, who
 
 def load_aoti(path: str) -> Callable[..., Any]:  # Any: what the program returns
     """The program in a package. Imports the compiler."""
-    loaded: Callable[..., Any] = required("torch._inductor.aoti_load_package")(path)
+    loaded: Callable[..., object] = required("torch._inductor.aoti_load_package")(path)
     return loaded

@@ -20,7 +20,7 @@ MapFetcher: Any = private("torch.utils.data._utils.fetch._MapDatasetFetcher")  #
 worker: ModuleType = private("torch.utils.data._utils.worker")
 worker_info: Callable[[ModuleType], object] = attrgetter("_worker_info")
 """Of `worker`: None outside of a worker. The public `get_worker_info` adds a Python call for every batch."""
-default_collations: dict[Any, Callable[..., Any]] = private(  # Any: of any type of sample
+default_collations: dict[Any, Callable[..., object]] = private(  # Any: of any type of sample
     "torch.utils.data._utils.collate.default_collate_fn_map"
 )
 """The collate function of each type of sample; a script can add to it."""

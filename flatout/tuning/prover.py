@@ -328,7 +328,7 @@ class Prover:
         bf16, as training may be sensitive to that. Last comes a run from moved weights, which shows in a loss at once:
         at steps that amplify noise as no gradient does."""
         reason, noisy = judge.diverges(plain, checked), list[Numerics]()
-        as_noisy: dict[str, Any] = {"gradient_noise": judge.typical_gradient_difference(checked)}
+        as_noisy: dict[str, object] = {"gradient_noise": judge.typical_gradient_difference(checked)}
         for noise in (as_noisy, {"weight_noise": True}):
             if reason is not None and self.has_time_for(1, self._latest):
                 self._progress("proof: does noise make a plain run diverge as much?")

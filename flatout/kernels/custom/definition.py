@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from flatout.errors import FlatoutError, UsageError
 from flatout.kernels.custom.argument_specs import FLOATS, FORM, Argument, TensorArgument, nearest, parse_argument
@@ -38,7 +37,7 @@ OPTIONAL = {
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("contiguous", "transposed", "padded", "strided", "offset", "expanded")
 
-Call = Callable[..., Any]  # Any: the user's own function; what it returns is checked
+Call = Callable[..., object]  # the user's own function; what it returns is checked
 Sizes = Mapping[str, Sequence[int]]
 
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -148,9 +148,9 @@ def guarded_allocations() -> Iterator[list[Guarded]]:
     made: list[Guarded] = []
     on = [True]
 
-    def wrapper(keeps_values: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def allocate(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(keeps_values: bool) -> Callable[[Callable[..., object]], Callable[..., object]]:
+        def make(original: Callable[..., object]) -> Callable[..., object]:
+            def allocate(*args: object, **kwargs: object) -> object:
                 plain = original(*args, **kwargs)
                 if not on[0] or type(plain) is not Tensor or not _is_ordinary(plain):
                     return plain

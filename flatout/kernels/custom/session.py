@@ -28,7 +28,7 @@ class Asked(TypedDict):
     quick: bool
     timing: bool
     call_seconds: float
-    candidates: list[dict[str, Any]]
+    candidates: list[dict[str, object]]
     """Of 'narrow': the cases to run in order."""
     at: str
     """Of 'narrow': the check that crashed."""

@@ -27,7 +27,7 @@ from flatout.errors import UsageError
 from flatout.levers.compile import repeated_blocks
 
 _OTHERWISE = "use parallel = 'fsdp', which works for any model"
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # Any: of whatever a model passes to its blocks
+Arguments = tuple[tuple[object, ...], dict[str, object]]  # of whatever a model passes to its blocks
 
 
 class StageEnd(BaseException):

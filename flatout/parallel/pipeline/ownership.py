@@ -10,8 +10,6 @@ and of the optimizer are those of one process, collected from the ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, distributed, nn
 
@@ -156,7 +154,7 @@ def _own(place: Place, rank: int, across: Across) -> None:
     module.__dict__[OWNERS][1][name] = rank
 
 
-def _collected_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+def _collected_state(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
     across, owners = module.__dict__[OWNERS]
     for name, rank in owners.items():
         value = state.get(prefix + name)
@@ -164,7 +162,7 @@ def _collected_state(module: nn.Module, state: dict[str, Any], prefix: str, meta
             state[prefix + name] = sent(value, rank, across.group)
 
 
-def _state_of_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _state_of_own(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
     """What another rank trains is not loaded: it is replaced by itself."""
     for name in module.__dict__[OWNERS][1]:
         parameter = module._parameters.get(name)
@@ -187,7 +185,7 @@ class OwnState:
             if getattr(parameter, ELSEWHERE, False):
                 self._optimizer.state.pop(parameter, None)
 
-    def _collect(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
+    def _collect(self, _: torch.optim.Optimizer, state: dict[str, object]) -> dict[str, object]:  # as torch has it
         """Of each parameter, from the first rank that trains it; a collective."""
         own = [not getattr(parameter, ELSEWHERE, False) for parameter in parameters_of(self._optimizer)]
         return collected(state, own, self._across.group)

@@ -87,14 +87,14 @@ def cut_parameter(layer: nn.Module, name: str, cut: Cut) -> None:
     layer.__dict__[CUTS][name] = cut
 
 
-def _whole_state(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+def _whole_state(layer: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
     for name, cut in layer.__dict__[CUTS].items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # these are asked for with keep_vars
             state[prefix + name] = whole_or_cut(value, cut)
 
 
-def _part_of_state(layer: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _part_of_state(layer: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
     for name, cut in layer.__dict__[CUTS].items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor):
@@ -128,7 +128,7 @@ class Entrance:
 
     def _drops(self, module: nn.Module) -> bool:
         assert self.dropout is not None
-        found: Any = module
+        found: object = module
         for part in self.dropout.split("."):
             found = getattr(found, part)
         return bool(found)

@@ -156,12 +156,12 @@ def _keep_parts(optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_part_of_state)
 
 
-def _whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # as torch has it
+def _whole_state(optimizer: torch.optim.Optimizer, state: dict[str, object]) -> dict[str, object]:  # as torch has it
     """A collective, unless parts are kept."""
     return _changed(optimizer, state, lambda parameter, cut, value: whole_or_cut(value, cut))
 
 
-def _part_of_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _part_of_state(optimizer: torch.optim.Optimizer, state: dict[str, object]) -> dict[str, object]:
     def part_of(parameter: Tensor, cut: Cut, value: Tensor | CutTensor) -> Tensor:
         part: Tensor = value.value if isinstance(value, CutTensor) else like(parameter, value)
         return part
@@ -171,7 +171,7 @@ def _part_of_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> d
 
 def _changed(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Tensor, Cut, Any], Tensor | CutTensor]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     entries = dict(state["state"])
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):  # torch compares their number

@@ -37,7 +37,7 @@ class RandomStreams:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._own: dict[str, Any] = {}
-        self._common: dict[str, Any] | None = None
+        self._common: dict[str, object] | None = None
         """While its own is in use."""
         self._gpu_seed: int | None = None
         self.drew = False
@@ -83,12 +83,12 @@ class RandomStreams:
         """From the seed of a loader's workers, one that differs by rank: equal random crops would not be one batch."""
         return (seed + self._rank * APART) % (1 << 63)
 
-    def _fresh(self, names: list[str]) -> dict[str, Any]:
+    def _fresh(self, names: list[str]) -> dict[str, object]:
         """The first states of its own stream, of the libraries in `names`."""
         import torch
 
         seed = (torch.initial_seed() + (self._rank + 1) * APART) % (1 << 63)
-        found: dict[str, Any] = {"torch": torch.Generator().manual_seed(seed).get_state()}
+        found: dict[str, object] = {"torch": torch.Generator().manual_seed(seed).get_state()}
         if "python" in names:
             found["python"] = random.Random(seed).getstate()
         if "numpy" in names:
@@ -106,7 +106,7 @@ class RandomStreams:
             torch.cuda.manual_seed(self._gpu_seed)
 
 
-def host_states(*, python: bool = True) -> dict[str, Any]:
+def host_states(*, python: bool = True) -> dict[str, object]:
     """Of the generators on the host: what the ranks compare, and take from the first one where they differ. python:
     those of Python and numpy too."""
     states = generator_states() if python else torch_generator_states()

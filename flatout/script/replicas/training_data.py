@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from flatout.script.replicas.replica import Replica
 
-Call = Callable[..., Any]  # one of torch's functions
+Call = Callable[..., object]  # one of torch's functions
 ORDER_BITS = (1 << 61) - 1
 
 
@@ -158,7 +158,7 @@ class TrainingData:
     def _wrap_loader(self, original: Call) -> Call:
         """With --batch per-device: a training loader's batch size counts the samples of one rank."""
 
-        def __init__(loader: DataLoader[object], dataset: object, *args: Any, **kwargs: Any) -> None:
+        def __init__(loader: DataLoader[object], dataset: object, *args: object, **kwargs: object) -> None:
             names = ("batch_size", "shuffle", "sampler", "batch_sampler")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             trains = bool(given.get("shuffle")) or given.get("sampler") is not None

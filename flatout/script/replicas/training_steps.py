@@ -164,7 +164,9 @@ class TrainingSteps:
 
         return backward
 
-    def _weighted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _weighted(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of a backward pass such that it counts by this rank's share."""
         import torch
 

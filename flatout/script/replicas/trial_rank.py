@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from flatout.levers.applied import Applied
 from flatout.levers.lever import choices_from_json, split_by_switch
@@ -125,7 +125,7 @@ def _as_in_evaluation(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _without_mask(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attention(*args: Any, **kwargs: Any) -> Tensor:  # torch checks them
+    def attention(*args: object, **kwargs: object) -> Tensor:  # torch checks them
         kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
         return original(*args[:4], *([0.0] * bool(args[4:])), *args[5:], **kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from flatout.plan_choices import ChoiceValue
 
@@ -81,7 +81,7 @@ class MemoryAnswer(TypedDict, total=False):
     use: dict[str, object]
     """A MemoryUse."""
     judged_steps: int
-    leaks: list[dict[str, Any]]  # the fields of a Leak
+    leaks: list[dict[str, object]]  # the fields of a Leak
     collected: list[str]
 
 

@@ -115,15 +115,15 @@ class RankGroup(CommandedTrial):
             with contextlib.suppress(TrialError):  # the owner of the work folder tries again
                 cleanup(scratch)
 
-    def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
+    def _ask(self, command: Command, timeout_seconds: float) -> object:  # JSON
         for rank in reversed(range(self.count)):  # the first rank, which takes the time, begins last
             os.write(self._commands[rank], (json.dumps(_for_rank(command, rank)) + "\n").encode())
         return as_one(self._answered(timeout_seconds, interruptible=self.interruptible))
 
-    def _answered(self, timeout_seconds: float, *, interruptible: bool) -> list[Any]:  # JSON
+    def _answered(self, timeout_seconds: float, *, interruptible: bool) -> list[object]:  # JSON
         """One answer of each rank. Raises where a rank has ended, or does not answer."""
         patience = Patience(timeout_seconds, self._computed_seconds if self.ready else None)
-        found: dict[int, Any] = {}
+        found: dict[int, object] = {}
         while len(found) < self.count:
             missing = [rank for rank in range(self.count) if rank not in found]
             arrived = self._read(patience.seconds_left, missing, interruptible=interruptible)
@@ -192,7 +192,7 @@ class RankGroup(CommandedTrial):
         script_steps = max(answer["script_steps"] for answer in ended.values())
         raise TrialEnded(end["status"] or 0, end["error"], steps, where, script_steps=script_steps)
 
-    def ends_of_others(self, known: Collection[int]) -> dict[int, Any]:  # JSON
+    def ends_of_others(self, known: Collection[int]) -> dict[int, object]:  # JSON
         """Of the other ranks that have said how they ended, what they said."""
         found = {}
         for rank in range(self.count):
@@ -241,7 +241,7 @@ def _pipe(path: Path) -> int:
 # the answers of all ranks to one command, as one: of the first rank, with what all of them have to say
 
 
-def as_one(answers: Sequence[Any]) -> Any:  # JSON
+def as_one(answers: Sequence[Any]) -> object:  # JSON
     """Times and what was observed are the first rank's; memory of a step is the largest, that of the machine the sum;
     a lever is rolled back where any rank did; numbers are those of all."""
     first = dict(answers[0])

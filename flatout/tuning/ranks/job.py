@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.environment import trial_environment
 from flatout.errors import FlatoutError, MachineError, ScriptError, UsageError
@@ -89,7 +89,7 @@ class RanksJob:
             return False
         return True
 
-    def result(self, still_wanted: Callable[[], bool]) -> Any:  # JSON, as the child wrote it
+    def result(self, still_wanted: Callable[[], bool]) -> object:  # JSON, as the child wrote it
         """What it found. Raises what it raised; ScriptError with the end of its log where it died; None: it is not
         wanted any more."""
         while self.alive:

@@ -129,7 +129,7 @@ class ScriptRanksTrial(RankGroup):
     def scratch(self) -> Sequence[Path]:
         return (self.folder / SCRATCH,)
 
-    def ends_of_others(self, known: Collection[int]) -> dict[int, Any]:  # JSON
+    def ends_of_others(self, known: Collection[int]) -> dict[int, object]:  # JSON
         """And of the process of a script that starts them itself, which knows why a rank has failed."""
         try:
             answer = json.loads((self.folder / END).read_text(encoding="utf-8"))
