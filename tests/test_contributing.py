@@ -21,6 +21,8 @@ from flatout.diagnose.machine_checks import CHECKS
 from flatout.levers.catalogue import LEVERS
 from flatout.plan_choices import declared
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("flatout", "tests", "docs", "benchmarks", "examples")
 

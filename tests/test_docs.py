@@ -169,10 +169,14 @@ def test_a_planted_command_is_judged(command: str, expected: str) -> None:
     assert complaint(command) == expected
 
 
+SLOW_PAGES = ("library", "memory", "whatif")
+"""Whose Python takes several seconds."""
+
+
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] if page.stem == "library" else [], id=str(page))
+        pytest.param(page, marks=[pytest.mark.slow] if page.stem in SLOW_PAGES else [], id=str(page))
         for page in PAGES
         if "```python" in (ROOT / page).read_text() and "reference" not in page.parts
     ],

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.processes import ForkServer
 
 
+@pytest.mark.slow
 def test_it_ends_though_another_process_holds_its_connection() -> None:
     server = ForkServer()
     assert server.pid

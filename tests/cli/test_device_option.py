@@ -72,6 +72,7 @@ def test_a_script_sees_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.slow
 def test_a_plan_for_the_cpu_shows_the_script_no_gpu(tmp_path: Path, python: Python) -> None:
     (tmp_path / "plan.toml").write_text('schema = 2\n[plan]\ndevice = "cpu"\n')
     (tmp_path / "train.py").write_text("import os\nprint(repr(os.environ['CUDA_VISIBLE_DEVICES']))\n")

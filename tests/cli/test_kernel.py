@@ -27,6 +27,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_as_a_document(capsys: Any) -> None:
     assert main(["kernel", "check", "wrong.py", "--quick", "--no-timing", "--device", "cpu", "--json"]) == 1
     printed = capsys.readouterr()

@@ -42,7 +42,7 @@ print(is_initialized(), threads() if sys.platform == "linux" else 0)
 
 
 @pytest.mark.parametrize("words", [["gone"], ["kept"], ["gone", "denied"]], ids=" ".join)
-@pytest.mark.first_case
+@pytest.mark.slow
 def test_the_threads_of_ranks_end_before_the_interpreter(python: Python, tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     found = python("alone.py", *words, cwd=tmp_path)

@@ -326,6 +326,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.slow
 def test_the_rank_that_keeps_the_others_waiting_is_named(
     job: Job, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.train.conftest import RunRanks
 
 SHARDED = """
@@ -87,6 +89,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_check_the_same_batches(run_ranks: RunRanks) -> None:
     assert run_ranks(CUT, 2, "tensor") == [(0, "", "")] * 2
 

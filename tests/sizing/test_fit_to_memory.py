@@ -296,6 +296,7 @@ class Tight(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 def test_a_size_that_is_timed_fits_whole() -> None:
     """By default a step would split it and go on, and parts would be timed in its place."""
     model = Tight()

@@ -117,7 +117,7 @@ def test_compiled_with_levers_around_it() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("kept", ["block", "selective"])
-@pytest.mark.first_case
+@pytest.mark.slow
 def test_compiled_and_checkpointed_batches_of_several_sizes(kept: str) -> None:
     """Two graphs fit the larger batches then: one for their size and one for any. Products that are compiled write to
     memory that is used again, so 'selective' cannot keep their results."""

@@ -220,6 +220,7 @@ for step in range(10_000):
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_a_silent_trial_ends_soon_after_the_search_was_stopped(tmp_path: Path) -> None:
     deadline = Deadline(1000.0)
     (tmp_path / "train.py").write_text(STEPS)

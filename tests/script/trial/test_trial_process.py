@@ -461,6 +461,7 @@ def test_forks_become_other_programs_and_a_program_that_is_not_there_is_an_error
 
 
 @pytest.mark.usefixtures("forked_trials")
+@pytest.mark.slow
 def test_the_line_that_makes_an_optimizer_is_noted(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP.format(before=""))
