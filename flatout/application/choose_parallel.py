@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from flatout import environment
 from flatout.arguments import as_plan, as_seconds, as_whole_number, wrong
 from flatout.errors import UsageError
+from flatout.infer.model_source import name_of_object
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.notebook_tables import ShownAsText
@@ -85,6 +86,7 @@ def strategies_asked(
     count, visible = device_count(ranks, on_cpu=on_cpu)
     if count == 1:
         raise UsageError("one rank", limit="there is nothing to share", remedy="use at least two")
+    name_of_object(training, "training")
     return StrategiesRequest(
         spec=training,
         ranks=count,

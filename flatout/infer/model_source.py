@@ -61,12 +61,25 @@ def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, object]
 
 def load_object(spec: str, noun: str) -> object:
     """The object that `file.py:name` or `package.module:name` refers to; `noun` is used in errors."""
-    source, colon, name = spec.rpartition(":")
-    forms = _FORMS.get(noun, "it is named file.py:name or package.module:name")
-    if not colon or not source or not name:
-        raise UsageError(f"the {noun} is {spec!r}", limit=forms, remedy=_what_could_be_meant(spec))
-    module = _from_file(Path(source), forms) if source.endswith(".py") else _from_module(source, forms)
+    source, name = name_of_object(spec, noun)
+    module = _from_file(Path(source)) if source.endswith(".py") else _from_module(source, _forms(noun))
     return _attribute(module, name, source)
+
+
+def name_of_object(spec: str, noun: str) -> tuple[str, str]:
+    """(file or module, name in it). UsageError: it names none, or a file that does not exist. Nothing is loaded."""
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise UsageError(f"the {noun} is {spec!r}", limit=_forms(noun), remedy=_what_could_be_meant(spec))
+    path = Path(source)
+    if source.endswith(".py") and not path.is_file():
+        what = f"{path} is a folder" if path.is_dir() else f"no such file: {path}"
+        raise UsageError(what, limit=_forms(noun), remedy=f"looked in {Path.cwd()}")
+    return source, name
+
+
+def _forms(noun: str) -> str:
+    return _FORMS.get(noun, "it is named file.py:name or package.module:name")
 
 
 def _what_could_be_meant(spec: str) -> str:
@@ -97,10 +110,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:NAMES_LISTED]) + more
 
 
-def _from_file(path: Path, forms: str) -> ModuleType:
-    if not path.is_file():
-        what = f"{path} is a folder" if path.is_dir() else f"no such file: {path}"
-        raise UsageError(what, limit=forms, remedy=f"looked in {Path.cwd()}")
+def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
