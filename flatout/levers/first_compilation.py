@@ -41,15 +41,16 @@ took is measured."""
 EVALUATED_TOO = 0.5
 """How much longer where the loop also evaluates: that is another graph, without gradients."""
 AGAIN_SECONDS, AGAIN_SHARE = 1.0, 0.06
-"""In a later process, which finds the kernels in the cache: to load the compiler, and a share of the first compilation
-(0.04 to 0.09 in that benchmark)."""
+"""In a later process, which finds the kernels in the cache: to load the compiler, and a share of the first compilation.
+That benchmark measured 0.9 to 1.7 s, where this gives 1.4 to 2.1."""
 USUAL_OPERATIONS = 500
 """Of a step, where they were not counted."""
 
 
 @contextlib.contextmanager
 def in_our_cache() -> Iterator[None]:
-    """Skip what a first compilation on a CPU need not do, or not twice; each takes as long as several kernels.
+    """Build kernels together, and skip what a first compilation on a CPU need not do, or not twice; each of that takes
+    as long as several kernels.
 
     Before its first kernel, inductor builds and loads libraries for the instruction sets of the processor (several on
     one with AMX), to see whether compiler and torch support them. It asks the processor in any case, and current torch

@@ -25,7 +25,7 @@ Kernel = Callable[..., object]
 ONE_KERNEL = re.compile(
     r'\s*(#include\s*[<"][^>"\n]+[>"])\s*(extern\s+"C"\s+(?:__declspec\(dllexport\)\s+)?void\s+kernel\(.*)', re.S
 )
-"""Its header, and a source that defines nothing but the one function."""
+"""Its header, and a source that begins with the one function: nothing before it could have the name of another's."""
 
 MOST_IN_A_FILE = 32
 """Kernels: what a file repeats takes as long as four of them, and a compiler's memory grows with them."""

@@ -86,8 +86,7 @@ def document(folder: Path, name: str = "flatout-run.json") -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
 
-@pytest.mark.parametrize("forked", [True, False])
-@pytest.mark.slow
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path, forked: bool) -> None:
     plain, watched = run(TRAIN, flatout=False, forked=forked), run(TRAIN, forked=forked)
     assert plain.returncode == 0
