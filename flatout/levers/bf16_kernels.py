@@ -57,6 +57,8 @@ class Bf16Kernels(Lever):
             return refuse("this CPU has no products of bf16 (AVX-512 bf16 or AMX)")
         if not any(module.linears for module in observed.modules):
             return refuse("the model has no linear layers")
+        if observed.large_share == 0:  # before `obstacle`, which may have to build the kernels first
+            return refuse("none of a step's products is large enough")
         if observed.differentiates_twice:
             return refuse(f"the kernels' gradients have none of their own: {observed.differentiates_twice}")
         from flatout.kernels.bf16_products import obstacle

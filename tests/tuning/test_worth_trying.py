@@ -109,14 +109,18 @@ def test_calling_compiled_code_costs_a_small_step_more_than_it_saves() -> None:
 
 
 def test_bf16_kernels_get_what_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bf16_products, "obstacle", lambda: None)  # on any processor
+    built: list[bool] = []
+    monkeypatch.setattr(bf16_products, "obstacle", lambda: built.append(True))  # on any processor
     seen = replace(STEP, modules=(replace(STEP.modules[0], convolutions=0, linears=4),), flops_per_step=3e9)
     all_large, some, none = (replace(seen, large_share=share) for share in (1.0, 0.5, 0.0))
     machine = replace(AMX, cpu=replace(AMX.cpu, features=(*AMX.cpu.features, "amx_bf16")))
     savings = [lever("bf16 kernels").saving(machine, one).expected for one in (all_large, some, none)]
     assert savings[0] > savings[1] > savings[2] == 0
-    reason = worth_trying(lever("bf16 kernels"), machine, none, "reduced").reason
-    assert reason == "predicted to save at most 0.0% of a step: 0% of a step's products are large enough"
+    assert worth_trying(lever("bf16 kernels"), machine, none, "reduced").reason == (
+        "none of a step's products is large enough"
+    )
+    assert not built, "the kernels were built for nothing"
+    assert worth_trying(lever("bf16 kernels"), machine, some, "reduced") and built
 
 
 def test_a_gpu_is_left_alone_where_the_processor_cannot_be_faster() -> None:
