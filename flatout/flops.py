@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flatout.torch_private.attributes import packet_of
 
@@ -172,14 +172,17 @@ def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -
     return int(2 * batch * heads * positions * key[-2] * (features + value[-1]))
 
 
-def _convolution_backward(grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any) -> int:
+Other: TypeAlias = Any  # what an operator takes beside shapes
+
+
+def _convolution_backward(grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Other) -> int:
     """The gradients of the input and of the weights take as many operations as the forward pass, each."""
     *_, transposed, _, _, wanted = rest
     places = x[2:] if transposed else grad[2:]
     return int((wanted[0] + wanted[1]) * 2 * x[0] * prod(places) * prod(weight))  # its channels are those of one group
 
 
-def _trilinear(*args: Any) -> int:
+def _trilinear(*args: Other) -> int:
     """The products of a and b, then those of their sums with c: torch.bilinear and its gradients.
 
     Three shapes, the dimensions that each has not, and those that are summed over.

@@ -13,12 +13,15 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from flatout.errors import UsageError
 
+States: TypeAlias = dict[str, Any]  # by library, each of its own kind
+ReadStates: TypeAlias = Mapping[str, Any]  # as above
 
-def generator_states() -> dict[str, Any]:  # each library's own kind of state
+
+def generator_states() -> States:
     """What to pass to `set_generators` to draw the same numbers again. Takes about 30 µs."""
     return {**torch_generator_states(), **other_generator_states()}
 
@@ -41,7 +44,7 @@ def torch_generator_states() -> dict[str, object]:
     return states
 
 
-def check_generators(states: Mapping[str, Any]) -> None:  # as above, from a file
+def check_generators(states: ReadStates) -> None:
     """Raise UsageError if `set_generators` would fail; tried on new generators."""
     import torch
 
@@ -55,7 +58,7 @@ def check_generators(states: Mapping[str, Any]) -> None:  # as above, from a fil
         raise UsageError(what, remedy="pass generators=False to leave the generators as they are") from error
 
 
-def set_generators(states: Mapping[str, Any]) -> None:  # as above
+def set_generators(states: ReadStates) -> None:
     """Set every generator in `states` to its state there. CUDA devices that this machine lacks are skipped."""
     import torch
 
@@ -93,7 +96,7 @@ def generators_kept() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def undrawn_on_failure() -> Iterator[Mapping[str, Any]]:
+def undrawn_on_failure() -> Iterator[ReadStates]:
     """If the block raises, put the states back, as if nothing had been drawn. Yields the states before."""
     before = generator_states()
     try:
@@ -103,7 +106,7 @@ def undrawn_on_failure() -> Iterator[Mapping[str, Any]]:
         raise
 
 
-def drawn_since(states: Mapping[str, Any]) -> bool:
+def drawn_since(states: ReadStates) -> bool:
     """Was any number drawn since the generators were in these states?"""
     return not _same(states, generator_states())
 

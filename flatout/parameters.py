@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
+
+Saved: TypeAlias = Mapping[str, Any]
+"""An optimizer's state dict, or an item of its param_groups: every optimizer keeps what it likes."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -23,7 +23,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from flatout import __version__
 from flatout.errors import PlanError, UsageError
@@ -43,6 +43,8 @@ from flatout.plan_choices import (
 from flatout.plan_document import RENAMED, SCHEMA, line, nearest, one_of, parse, short
 from flatout.private_details import LEFT_OUT, arguments_digest, without_home
 from flatout.whole_files import written_whole
+
+Keywords: TypeAlias = dict[str, Any]  # of `Plan`, which checks them: each field has a type of its own
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -100,7 +102,7 @@ class Plan(Choices):
                 raise PlanError(f"arguments_digest is {short(self.arguments_digest)}", limit=limit, remedy="remove it")
             object.__setattr__(self, "arguments_digest", digest)
 
-    def choices(self) -> dict[str, Any]:  # Any: so that Plan(**choices) may be written
+    def choices(self) -> Keywords:
         """The choices that are set, in the order of declaration."""
         return {name: value for name in choice_names() if (value := getattr(self, name)) is not None}
 
@@ -125,14 +127,14 @@ class Plan(Choices):
         _check_name(name)
         if value is None:
             raise PlanError(f"{name} is None", limit="a choice has a value", remedy=f"use without({name!r})")
-        changed: dict[str, Any] = {name: value, "reasons": {**self.reasons, name: reason}}  # Any: as in without()
+        changed: Keywords = {name: value, "reasons": {**self.reasons, name: reason}}
         return replace(self, **changed)
 
     def without(self, *names: str) -> Plan:
         """The same plan with these choices left to the script again. Give choices that need each other together."""
         for name in names:
             _check_name(name)
-        unset: dict[str, Any] = dict.fromkeys(names)  # Any: fields of each type, checked by Plan itself
+        unset: Keywords = dict.fromkeys(names)
         return replace(self, **unset, reasons={name: why for name, why in self.reasons.items() if name not in names})
 
     def part_for(self, scope: Scope) -> Plan:
@@ -334,7 +336,7 @@ def _positive(name: str, value: object) -> float:
     raise PlanError(f"{name} is {short(value)}", limit="it must be a finite number above 0")
 
 
-def _keywords(document: dict[str, dict[str, object]]) -> dict[str, Any]:
+def _keywords(document: dict[str, dict[str, object]]) -> Keywords:
     """The tables as arguments of Plan, which checks them (so Any)."""
     for table, known in (("plan", choice_names()), ("reasons", choice_names()), ("provenance", PROVENANCE)):
         for name in document.get(table, {}):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar  # Any: functions of any signature
 
 from flatout.tracebacks import leave_no_frame
 

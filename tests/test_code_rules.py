@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from tests.syntax_trees import clear_trees as clear_trees
 from tests.syntax_trees import nodes
 
 ROOT = Path(__file__).parents[1]
+MOST_ANY = 100
+"""Lines of the package."""
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 
@@ -52,6 +55,22 @@ def test_only_report_and_cli_print() -> None:
 
 def _prints(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
+def test_any_is_rare_and_explained() -> None:
+    """By a comment on its line or where it is imported, or by the docstring of the name that it is given."""
+    uses: list[str] = []
+    unexplained: list[str] = []
+    for path in sources("flatout"):
+        lines = path.read_text().splitlines()
+        explained = any(re.match(r"from typing import .*\bAny\b.*#", line) for line in lines)
+        for number in sorted({node.lineno for node in nodes(path) if isinstance(node, ast.Name) and node.id == "Any"}):
+            here, after = lines[number - 1], lines[number : number + 1]
+            uses.append(here)
+            if not (explained or "#" in here or any(one.startswith('"""') for one in after)):
+                unexplained.append(f"{path.relative_to(ROOT)}:{number}: {here.strip()}")
+    assert unexplained == []
+    assert 0 < len(uses) <= MOST_ANY
 
 
 def test_the_rules_see_what_they_forbid() -> None:

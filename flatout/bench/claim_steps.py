@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.bench.results import Speedup
 from flatout.bench.training import GPT, RESNET, SMALL, Batch, Training, loss_of
-from flatout.bench.workload import Setup
+from flatout.bench.workload import Setup, Untyped
 from flatout.memory.real_run import LimitedRun
 from flatout.models import MLP, ConvNet, ConvNetConfig, MLPConfig
 from flatout.statistics import compare_paired
@@ -92,7 +91,7 @@ def training_step(
     """A step of AdamW. amp: as the guides write it, fp16 with a gradient scaler on a GPU; bf16 on a CPU."""
     model, batch = training.start(setup, channels_last=channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    called: Any = model if model_of is None else model_of(model)
+    called: Untyped = model if model_of is None else model_of(model)
     if compiled is not None:
         called = torch.compile(called, mode=compiled)
     dtype = amp_dtype(setup)

@@ -11,12 +11,11 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.bench.workload import Contender, Prepared, Settings, Setup, Workload, peer_package
+from flatout.bench.workload import Contender, Prepared, Settings, Setup, Untyped, Workload, peer_package
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.infer.prediction.predict import Predictor
 from flatout.models import GPT2, Bert, BertConfig, GPT2Config
@@ -78,7 +77,7 @@ def bert_by_flatout(setup: Setup, settings: Settings) -> Prepared:
     _, model = _berts()
     predictor, given = Predictor(model, Plan(precision="bf16"), device=setup.device), sentences(setup)
 
-    def run() -> list[Any]:
+    def run() -> list[Untyped]:
         return list(predictor(given))
 
     def outputs() -> Tensor:
@@ -92,7 +91,7 @@ def bert_by_flatout(setup: Setup, settings: Settings) -> Prepared:
     return Prepared(turn=_without_loss(run), how="bf16, packed", outputs=outputs, flops=flops)
 
 
-def _transformers() -> Any:  # Any: its module
+def _transformers() -> Untyped:
     """Quiet; None: it is not installed. The seed is that of all weights."""
     torch.manual_seed(0)
     try:
@@ -103,13 +102,13 @@ def _transformers() -> Any:  # Any: its module
     return transformers
 
 
-def _berts() -> tuple[Any, Bert]:
+def _berts() -> tuple[Untyped, Bert]:
     """transformers' BERT-Large (None: not installed), and flatout's own with the same weights."""
     transformers = _transformers()
     if transformers is None:
         return None, Bert(BertConfig.large(), pooler=False).eval()
     large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    theirs: Any = transformers.BertModel(transformers.BertConfig(**large), add_pooling_layer=False).eval()
+    theirs: Untyped = transformers.BertModel(transformers.BertConfig(**large), add_pooling_layer=False).eval()
     config = BertConfig.from_hugging_face(theirs.config.to_dict())
     return theirs, Bert.from_hugging_face(theirs.state_dict(), config, pooler=False).eval()
 
@@ -175,7 +174,7 @@ def text_by_transformers(setup: Setup, settings: Settings) -> Prepared:
     peer_package("transformers")
     theirs, _ = _gpts()
     model = theirs.to(setup.device, DTYPES[str(settings["dtype"])])
-    asked: dict[str, Any] = {"max_new_tokens": new_tokens(setup), "min_new_tokens": new_tokens(setup)}
+    asked: dict[str, object] = {"max_new_tokens": new_tokens(setup), "min_new_tokens": new_tokens(setup)}
     asked |= {"do_sample": False, "pad_token_id": 0, "use_cache": settings.get("cached", True)}
     if settings["compiled"]:
         model.forward = torch.compile(model.forward)
@@ -204,12 +203,12 @@ def text_by_flatout(plan: Plan, setup: Setup, settings: Settings) -> Prepared:
     return Prepared(turn=_without_loss(run), how=f"{plan.weights or plan.precision} weights", outputs=run)
 
 
-def _gpts() -> tuple[Any, GPT2]:
+def _gpts() -> tuple[Untyped, GPT2]:
     """transformers' GPT-2 124M (None: not installed), and flatout's own with the same weights."""
     transformers = _transformers()
     if transformers is None:
         return None, GPT2(GPT2Config()).eval()
-    theirs: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+    theirs: Untyped = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
     config = GPT2Config.from_hugging_face(theirs.config.to_dict())
     return theirs, GPT2.from_hugging_face(theirs.state_dict(), config).eval()
 

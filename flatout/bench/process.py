@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from flatout.bench.workload import Prepare, Settings, Setup
 from flatout.errors import MachineError, TrialError, describe_error
@@ -35,6 +35,9 @@ MOST_VALUES = 65_536
 """Of a contender's outputs that are compared."""
 if TYPE_CHECKING:
     from torch import Tensor
+
+Answer: TypeAlias = Any  # whatever the child sends
+T = TypeVar("T")
 
 _MISSING = "not installed"
 
@@ -95,11 +98,11 @@ class NotInstalled(MachineError):
     """A contender's package is missing."""
 
 
-def in_child(function: Callable[..., Any], *arguments: object) -> Any:
+def in_child(function: Callable[..., T], *arguments: object) -> T:
     """What `function`, of a module, returns in a process of its own. TrialError with the reason where it fails."""
     child = _Child(_call, function, arguments)
     try:
-        found = child.answer()
+        found: T = child.answer()
     except BaseException:
         child.kill()
         raise
@@ -121,12 +124,12 @@ class _Child:
     def process_id(self) -> int:
         return self._process.pid or 0
 
-    def ask(self, what: str) -> Any:
+    def ask(self, what: str) -> Answer:
         with contextlib.suppress(OSError):  # it has ended: that is the answer
             self._here.send(what)
         return self.answer()
 
-    def answer(self) -> Any:
+    def answer(self) -> Answer:
         try:
             kind, found = self._here.recv()
         except (EOFError, OSError):
@@ -194,7 +197,7 @@ def _sampled(outputs: Tensor) -> list[float]:
     return values
 
 
-def _call(pipe: Connection, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+def _call(pipe: Connection, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
     with _answering(pipe):
         pipe.send(("found", function(*arguments)))
 
@@ -207,7 +210,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _answering(pipe: Connection) -> Any:
+def _answering(pipe: Connection) -> Iterator[None]:
     """Whatever goes wrong is an answer; what is printed meanwhile does not reach the terminal."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     logging.disable(logging.WARNING)

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from flatout.bench.inference import bert_by_transformers, new_tokens, sentence_c
 from flatout.bench.process import ContenderProcess
 from flatout.bench.results import Speedup
 from flatout.bench.training import RESNET, Training, loss_of
-from flatout.bench.workload import Prepare, Prepared, Settings, Setup, peer_package
+from flatout.bench.workload import Prepare, Prepared, Settings, Setup, Untyped, peer_package
 from flatout.models import MLP, MLPConfig
 from flatout.timing import measure
 
@@ -218,13 +217,13 @@ def jax_speed(setup: Setup, seconds: float) -> Sequence[Case]:
     ]
     theirs_inputs, theirs_targets = jnp.asarray(inputs.numpy()), jnp.asarray(targets.numpy())
 
-    def loss(parameters: Any, x: Any, y: Any) -> object:
+    def loss(parameters: Untyped, x: Untyped, y: Untyped) -> object:
         for place, (weight, bias) in enumerate(parameters):
             x = x @ weight + bias
             x = jax.nn.relu(x) if place + 1 < len(parameters) else x
         return -jnp.mean(jax.nn.log_softmax(x)[jnp.arange(len(y)), y])
 
-    def update(parameters: Any, x: Any, y: Any) -> object:
+    def update(parameters: Untyped, x: Untyped, y: Untyped) -> object:
         gradients = jax.grad(loss)(parameters, x, y)
         return jax.tree.map(lambda value, gradient: value - 1e-3 * gradient, parameters, gradients)
 

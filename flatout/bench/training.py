@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatout.bench.workload import Contender, Found, Prepared, Settings, Setup, Workload, peer_package
+from flatout.bench.workload import Contender, Found, Prepared, Settings, Setup, Untyped, Workload, peer_package
 from flatout.flops import count_step
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
@@ -52,7 +51,7 @@ class Training:
         return model, (inputs, targets)
 
 
-def loss_of(model: Any, batch: Any) -> Tensor:
+def loss_of(model: Untyped, batch: Untyped) -> Tensor:
     """Cross-entropy in fp32 over the classes or the vocabulary."""
     inputs, targets = batch
     scores: Tensor = model(inputs)
@@ -122,8 +121,8 @@ def search(training: Training, setup: Setup, seconds: float) -> Found:
 
 
 def _prepared(
-    model: Any,
-    optimizer: Any,
+    model: Untyped,
+    optimizer: Untyped,
     batch: Batch,
     how: str,
     *,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from flatout.bench.claim_steps import (
 )
 from flatout.bench.results import Speedup
 from flatout.bench.training import Batch, Training, loss_of
-from flatout.bench.workload import Setup
+from flatout.bench.workload import Setup, Untyped
 from flatout.models import MLP, MLPConfig
 from flatout.statistics import median
 from flatout.timing import measure
@@ -214,7 +213,7 @@ class _Deep(nn.Module):
 _DEEP = Training(model=_Deep, batch=lambda setup: (torch.randn(2048, 256), torch.randint(0, 10, (2048,))))
 
 
-def _checkpointed(model: Any) -> Callable[[Tensor], Tensor]:
+def _checkpointed(model: Untyped) -> Callable[[Tensor], Tensor]:
     def call(x: Tensor) -> Tensor:
         out: Tensor = model.head(checkpoint_sequential(model.blocks, 6, x.requires_grad_(), use_reentrant=False))
         return out
@@ -260,7 +259,7 @@ def without_gradients(setup: Setup, seconds: float) -> Sequence[Case]:
     return cases
 
 
-def _forward(model: nn.Module, inputs: Tensor, mode: Callable[[], Any]) -> Step:
+def _forward(model: nn.Module, inputs: Tensor, mode: Callable[[], contextlib.AbstractContextManager[object]]) -> Step:
     kept: list[Tensor] = []
 
     def run() -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+Untyped: TypeAlias = Any
+"""Of a peer's package, which need not be installed, or as different packages have it."""
 Settings = Mapping[str, object]
 Role = Literal["plain", "peer", "flatout"]
 Compared = Literal["losses", "values", "tokens"]
@@ -98,6 +100,6 @@ class Workload:
         return next(one for one in self.contenders if one.name == name)
 
 
-def peer_package(name: str) -> Any:  # Any: a package that need not be installed
+def peer_package(name: str) -> Untyped:
     """A peer's module. ImportError where it is not installed: then the peer is left out."""
     return importlib.import_module(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
 
 import torch
 
@@ -12,9 +11,8 @@ from flatout.checkpoint.parts import spread_like
 from flatout.errors import UsageError
 from flatout.levers.low_bit import without_codes
 from flatout.parallel.whole_tensors import whole_shape
-from flatout.parameters import parameters_of
+from flatout.parameters import Saved, parameters_of
 
-Saved: TypeAlias = Mapping[str, Any]  # as torch has it: every optimizer keeps what it likes
 """An optimizer's state_dict: param_groups, and the state of each parameter by number."""
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, not what: the optimizer here keeps its own."""

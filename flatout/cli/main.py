@@ -12,7 +12,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any  # Any: click's arguments, handed on
 
 import typer
 from typer.core import TyperArgument, TyperCommand

@@ -16,7 +16,7 @@ import contextlib
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypeGuard
+from typing import TYPE_CHECKING, Any, NotRequired, TypeGuard  # Any: samples are the user's
 
 from flatout import environment
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number

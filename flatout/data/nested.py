@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+Nested: TypeAlias = Any
+"""Of the type of what was given, but for its leaves."""
 L = TypeVar("L")
 """A leaf."""
 T = TypeVar("T")
@@ -50,7 +52,7 @@ def map_tensors(function: Callable[[Tensor], object], nested: T) -> T:
 
 def map_leaves(
     function: Callable[..., object], nested: object, is_leaf: Callable[[object], bool], *, lists: bool = True
-) -> Any:  # the type of `nested`, but for its leaves
+) -> Nested:
     """The same for any kind of leaf; without `lists` a list is left alone."""
     if isinstance(nested, _ATOMS):
         return nested
@@ -206,7 +208,7 @@ def resize_batch(batch: T, samples: int, resized: Callable[[Tensor], Tensor]) ->
 
 def _each_along_the_batch(
     nested: object, length: int, change: Callable[[PerSample], object], path: str = "batch"
-) -> Any:  # the type of `nested`
+) -> Nested:
     """`change` applied to what has one entry per sample: tensors, arrays, and lists without tensors of that length."""
     if isinstance(nested, _ATOMS):
         return nested

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ def differentiated_once(name: str, library: torch.library.Library) -> None:
     torch.library.register_autograd(f"flatout::{name}", backward, lib=library)
 
 
+class OnceContext(Protocol):
+    """torch.autograd.function.FunctionCtx of such a function."""
+
+    needs_input_grad: tuple[bool, ...]
+    origin: Tensor | None
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 _Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
@@ -40,7 +49,7 @@ def origin_of(*inputs: Tensor | None) -> Tensor | None:
     return torch.cat(ends) if ends else None
 
 
-def keep_origin(context: Any, origin: Tensor | None) -> None:
+def keep_origin(context: OnceContext, origin: Tensor | None) -> None:
     """In the forward pass of such a function."""
     context.origin = origin
     if origin is not None:  # zeros in place of no gradient would count as constants
@@ -56,7 +65,7 @@ def once_differentiated(backward: _Backward) -> _Backward:
     """
 
     @functools.wraps(backward)
-    def without_graph(context: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    def without_graph(context: OnceContext, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * len(context.needs_input_grad)
         with torch.no_grad():

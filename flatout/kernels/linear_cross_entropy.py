@@ -23,7 +23,7 @@ from torch.nn import functional
 from flatout.arguments import wrong
 from flatout.errors import UsageError
 from flatout.kernels.class_chunks import CHUNK_BYTES_ON_GPU, LossByClasses, product
-from flatout.kernels.differentiated_once import keep_origin, once_differentiated, origin_of
+from flatout.kernels.differentiated_once import OnceContext, keep_origin, once_differentiated, origin_of
 from flatout.torch_private.dispatch import keeps_graph
 
 Reduction = Literal["mean", "sum"]
@@ -92,10 +92,9 @@ def linear_cross_entropy(
     return apply(rows, weight, bias, flat, *options, origin)
 
 
-class _Context(Protocol):
+class _Context(OnceContext, Protocol):
     """torch's context of both passes."""
 
-    needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
     rows: int

@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar  # Any: each host's own form of a tensor
 
 from flatout.errors import MachineError
 from flatout.levers.lever import COSTS_TIME, Lever, Value, Verdict, offer, refuse

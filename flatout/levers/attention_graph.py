@@ -29,7 +29,7 @@ import inspect
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any  # Any: nodes of a graph hold anything
 
 import torch
 from torch import Tensor

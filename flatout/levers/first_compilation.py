@@ -17,7 +17,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Protocol
 
 from flatout.environment import compiled_headers, cpp_compiler, headers_are_compiled
 from flatout.levers.kernels_together import compiled_together
@@ -72,8 +72,12 @@ def in_our_cache() -> Iterator[None]:
         yield
 
 
-def _by_flags(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
-    def by_flags(instruction_set: Any, code: str) -> bool:
+class _InstructionSet(Protocol):
+    def build_arch_flags(self) -> str: ...
+
+
+def _by_flags(check_build: Callable[[_InstructionSet, str], bool]) -> Callable[[_InstructionSet, str], bool]:
+    def by_flags(instruction_set: _InstructionSet, code: str) -> bool:
         return _compiler_takes(instruction_set.build_arch_flags()) or check_build(instruction_set, code)
 
     return by_flags

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.low_bit import low_bit_obstacle
 from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
-from flatout.parameters import parameters_of
+from flatout.parameters import Saved, parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,7 +195,7 @@ def as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:
     return torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _first_momentum(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:  # an item of param_groups
+def _first_momentum(parameter: Tensor, group: Saved) -> Tensor:  # an item of param_groups
     """The buffer that the next update turns into the bare gradient: torch starts momentum without dampening."""
     assert parameter.grad is not None
     gradient = -parameter.grad if group["maximize"] else parameter.grad

@@ -14,7 +14,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any  # a compiled kernel, whose arguments its source declares
+from typing import Protocol  # Any: a compiled kernel, whose arguments its source declares
 from weakref import WeakKeyDictionary
 
 from flatout.replaced import replaced
@@ -115,7 +115,7 @@ def compiled_together() -> Iterator[None]:
         yield
 
 
-def _gathering(separately: Callable[..., object]) -> Callable[..., object]:
+def _gathering(separately: Callable[..., _Build]) -> Callable[..., object]:
     """Stands in for the function by which a compiled graph asks for one of its kernels; it waits for all of them
     later."""
     gathered: WeakKeyDictionary[object, _Batch] = WeakKeyDictionary()
@@ -131,15 +131,21 @@ def _gathering(separately: Callable[..., object]) -> Callable[..., object]:
     return kernel_of
 
 
+class _Build(Protocol):
+    """One kernel, as inductor builds it."""
+
+    def result(self) -> Kernel: ...
+
+
 class _Batch:
     """Kernels that are asked for before the first of them is needed."""
 
     def __init__(self) -> None:
         self._sources: list[str] = []
-        self._separately: list[Callable[[], Any]] = []
+        self._separately: list[Callable[[], _Build]] = []
         self.built: Sequence[Kernel] | None = None
 
-    def add(self, source: str, separately: Callable[[], Any]) -> Callable[[], Kernel]:
+    def add(self, source: str, separately: Callable[[], _Build]) -> Callable[[], Kernel]:
         """separately: begins to build it as inductor does."""
         place = len(self._sources)
         self._sources.append(source)

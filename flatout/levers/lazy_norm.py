@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar  # Any: a tensor subclass made by torch
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from flatout.kernels.batch_norm import batch_norm, norm_gradients
 from flatout.levers.lazy_scores import ABOUT, NodeContext, is_plain
 from flatout.torch_private.dispatch import beside_autograd, tree_map_only, without_subclass_torch_function
 from flatout.torch_private.tensors import grad_slot, wrapper_without_memory
+
+T = TypeVar("T")
 
 Arguments = tuple[object, ...]
 Keywords = dict[str, object]
@@ -174,9 +176,10 @@ def form(lazy: LazyNorm) -> Tensor:
     return source.formed
 
 
-def formed_in(values: Any) -> Any:
+def formed_in(values: T) -> T:
     """With LazyNorms in nested containers formed."""
-    return tree_map_only(LazyNorm, form, values)
+    formed: T = tree_map_only(LazyNorm, form, values)
+    return formed
 
 
 def _becomes(lazy: LazyNorm, formed: Tensor) -> None:

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from flatout.errors import MachineError, UsageError
-from flatout.parameters import parameters_of
+from flatout.parameters import Saved, parameters_of
 from flatout.torch_private.compiler import compile_errors, not_counted
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class LowBitOptimizer:
         )
         return other
 
-    def _large_group(self, group: Mapping[str, Any]) -> dict[str, object]:  # one of param_groups
+    def _large_group(self, group: Saved) -> dict[str, object]:  # one of param_groups
         import torch
 
         rate = group["lr"] if isinstance(group["lr"], torch.Tensor) else torch.tensor(float(group["lr"]))
@@ -183,7 +183,7 @@ def copied_codes(optimizer: Optimizer) -> dict[int, OptimState8bit]:
     }
 
 
-def without_codes(state: Mapping[str, Any]) -> dict[str, object]:  # a state_dict, as torch types it
+def without_codes(state: Saved) -> dict[str, object]:  # a state_dict, as torch types it
     """An optimizer's state_dict with moments in codes replaced by their values.
 
     Converted again, they give the same codes, so a run may resume with or without 8-bit moments.

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from flatout import environment
 from flatout.errors import MachineError, UsageError, describe_error
@@ -216,9 +216,9 @@ class PretendedExchange:
         place = len(self._now)
         self._now.append(value)
 
-        def of(other: int) -> Any:
+        def of(other: int) -> T:
             said = self._said.get(self._stand_in(other), ())
-            return said[place] if other != rank and place < len(said) else value
+            return cast(T, said[place]) if other != rank and place < len(said) else value
 
         return [of(other) for other in range(count)]
 

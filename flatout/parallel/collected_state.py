@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
+from flatout.parameters import Saved
 
-def collected(state: dict[str, Any], own: Iterable[bool], group: ProcessGroup) -> dict[str, Any]:  # as torch has it
+
+def collected(state: Saved, own: Iterable[bool], group: ProcessGroup) -> dict[str, object]:
     """The state dict with each parameter's entry from the first rank that answers for it; a collective.
 
     own: of each parameter, in the optimizer's order, whether this rank does.
     """
     numbers = [number for one in state["param_groups"] for number in one["params"]]
-    kept: dict[int, Any] = state["state"]
+    kept: dict[int, dict[str, object]] = state["state"]
     mine = {number: kept[number] for number, is_own in zip(numbers, own, strict=True) if is_own and number in kept}
-    every: list[Any] = [None] * group.size()  # filled by torch
+    every: list[dict[int, dict[str, object]]] = [{}] * group.size()  # filled by torch
     forms = {number: {key: _form(value) for key, value in entry.items()} for number, entry in mine.items()}
     distributed.all_gather_object(every, forms, group=group)
     entries: dict[int, dict[str, object]] = {}

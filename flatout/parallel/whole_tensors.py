@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias  # Any: what is found in a module's __dict__
 
 if TYPE_CHECKING:
     import torch
@@ -88,18 +88,22 @@ def home_of(parameter: Tensor) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else parameter.device
 
 
+Spread: TypeAlias = Any
+"""A DTensor, a tensor or anything else: see `is_distributed`."""
+
+
 def local_part(value: Tensor) -> Tensor:
     """This rank's part of a tensor that is spread over ranks, in the same memory; anything else as it is."""
     part: Tensor = value.to_local() if is_distributed(value) else value  # type: ignore[attr-defined]  # of a DTensor
     return part
 
 
-def whole(value: Any) -> Any:  # a DTensor, or anything else
+def whole(value: Spread) -> Spread:
     """The whole of a tensor that is spread over ranks, a collective; anything else as it is."""
     return value.full_tensor() if is_distributed(value) else value
 
 
-def like(parameter: Any, value: Any) -> Any:  # DTensors or tensors
+def like(parameter: Spread, value: Spread) -> Spread:
     """`value`, spread over the ranks as `parameter` is, where it is a whole tensor of the same shape; else as it is.
 
     Nothing is sent: every rank has the whole, and keeps its part of it.
@@ -120,7 +124,7 @@ def like(parameter: Any, value: Any) -> Any:  # DTensors or tensors
     return part.to(parameter.device)  # the mesh may be of GPUs, and the parameter wait in the host's memory
 
 
-def whole_shape(parameter: Any) -> tuple[int, ...]:  # a DTensor or a tensor
+def whole_shape(parameter: Spread) -> tuple[int, ...]:
     """The shape of all of a parameter, of which this rank may hold a part."""
     cut = getattr(parameter, CUT, None)
     return tuple(parameter.shape if cut is None else cut.shape)
@@ -149,7 +153,7 @@ def ranks_of_calls(model: Module) -> ProcessGroup | None:
     """Those that take part in every call of the model, because each has a part of it; None: this one has all."""
     from torch import distributed
 
-    spread: Any = next((one for one in model.parameters() if is_distributed(one)), None)
+    spread: Spread = next((one for one in model.parameters() if is_distributed(one)), None)
     across = across_of(model)
     if across is not None:
         return across.group if spread is None else distributed.group.WORLD

@@ -33,8 +33,7 @@ def matmul_precision(value: str) -> Iterator[None]:
     """'highest' = fp32, 'high' = TF32 on CUDA, 'medium' = bf16 inside the product, until the context ends."""
     import torch
 
-    onednn: Any = torch.backends.mkldnn  # torch replaces the module by an object with these switches
-    backends = [onednn.conv, onednn.rnn] if value == "medium" else []
+    backends = [_onednn().conv, _onednn().rnn] if value == "medium" else []
     # set_float32_matmul_precision writes these as well, and 'highest' does not bring back what they held before.
     products = _products()
     others = [backend.fp32_precision for backend in [*products, *backends]]
@@ -58,8 +57,13 @@ def _products() -> list[_Switch]:
     """The switches of matrix products: of CPUs and of CUDA."""
     import torch
 
-    onednn: Any = torch.backends.mkldnn
-    return [onednn.matmul, torch.backends.cuda.matmul]
+    return [_onednn().matmul, torch.backends.cuda.matmul]
+
+
+def _onednn() -> Any:  # torch replaces the module by an object with these switches
+    import torch
+
+    return torch.backends.mkldnn
 
 
 def _put_back(switch: _Switch, value: str) -> None:

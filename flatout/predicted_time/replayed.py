@@ -9,9 +9,9 @@ replay: it grows with the bytes that operators read, and on fewer threads as the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from flatout.data.nested import leaves_in, map_leaves, map_tensors
 from flatout.errors import UsageError
@@ -201,7 +201,7 @@ def _calls(training: Training, samples: int) -> dict[str, _Call]:
     return found
 
 
-def _callable_arguments(call: _Call) -> tuple[Any, Any]:
+def _callable_arguments(call: _Call) -> tuple[Sequence[object], Mapping[str, object]]:
     """Tensors with which the operator was called once. On fake tensors statistics of norms in half precision are half
     too, which they are not on real ones."""
     args, kwargs = map_leaves(_TensorLike.make, (call.args, call.kwargs), _is_described)
@@ -213,11 +213,12 @@ def _callable_arguments(call: _Call) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _in_fp32(value: Any) -> Any:
+def _in_fp32(value: object) -> object:
     import torch
 
-    half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if half else value
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
 
 
 def _seconds(calls: Sequence[_Call]) -> float:

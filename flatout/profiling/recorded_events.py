@@ -9,7 +9,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
@@ -88,7 +88,17 @@ class Recording:
     """Steps that took much longer than the others: what disturbed them belongs to none."""
 
 
-def links_of(raw_events: Iterable[Any]) -> Links:
+class _RawEvent(Protocol):
+    def linked_correlation_id(self) -> int: ...
+
+    def device_type(self) -> object: ...
+
+    def correlation_id(self) -> int: ...
+
+    def name(self) -> str: ...
+
+
+def links_of(raw_events: Iterable[_RawEvent]) -> Links:
     """From the profiler's own events (`kineto_results.events()`), for a torch whose FunctionEvents lack it (2.11)."""
     found: Links = {}
     for one in raw_events:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias  # Any: JSON
 
 from flatout import __version__
 from flatout.errors import UsageError

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar  # Any: results of the script's calls
 
 from flatout.tracebacks import leave_no_frame
 

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn  # Any: whatever the script gives
 
 FIRST_AT_EXIT = 0
 """The priority of a finalizer of multiprocessing: a forked child runs those, and no exit handlers."""

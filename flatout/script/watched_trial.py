@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.errors import TrialError
 from flatout.script.entry import Target
 from flatout.script.rank_answers import RankAnswer, RankWatch, names_text, write_settings
-from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled
+from flatout.script.trial.answers import Answer, TrialDied, TrialEnded, TrialFault, TrialHangs, TrialSettled
 from flatout.script.trial.messages import Command
 from flatout.script.trial.process import TrialProcess
 from flatout.script.trial.setup import TrialSetup, terminal_size
@@ -44,7 +44,7 @@ class WatchRequest:
 class TrialFound:
     """The result of the trial."""
 
-    answer: Any  # JSON
+    answer: Answer
     """Of the script's own process; None: the trial ended with the answers of those that it had started."""
     end: TrialEnded | None
     """None: the script was stopped after its steps."""

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flatout.decoding import decode
 from flatout.errors import FlatoutError, PlanError, ScriptError, TrialError
@@ -26,7 +25,7 @@ from flatout.plan import Plan
 from flatout.plan_choices import worst
 from flatout.script.replicas.settings import Settings
 from flatout.script.replicas.starting import write_settings
-from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.answers import Answer, TrialEnded
 from flatout.script.trial.setup import TrialSetup
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import BudgetSpent, Deadline
@@ -274,7 +273,7 @@ class _Choosing:
         )
         try:
             with self._deadline.stage("measuring collectives"), RanksJob(folder, request) as job:
-                found: Any = self._result_of(job, LEAST_PATIENCE_SECONDS)  # JSON
+                found: Answer = self._result_of(job, LEAST_PATIENCE_SECONDS)
             return {name: [(size, seconds) for size, seconds in points] for name, points in (found or {}).items()}
         except BudgetSpent:
             raise

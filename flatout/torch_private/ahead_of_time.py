@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from flatout.torch_private.lookup import imported_from_torch, private
+from flatout.torch_private.lookup import Private, imported_from_torch, private
 
 with imported_from_torch():
     import torch._inductor.lowering  # noqa: F401  some of its decompositions need it
@@ -25,7 +25,7 @@ Run = Callable[[list[object]], Any]  # Any: a graph takes and returns whatever t
 
 def boxed(run: Run) -> Run:
     """AOT autograd then passes the only reference to the inputs, so they can be freed one by one."""
-    run_of: Any = lambda args: run(args)  # noqa: E731  Any: functions have no attribute of this name
+    run_of: Private = lambda args: run(args)  # noqa: E731
     run_of._boxed_call = True
     made: Run = run_of
     return made

@@ -6,7 +6,8 @@ None of them has a public equivalent. Where a default is given, code falls back 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+
+from flatout.torch_private.lookup import Private
 
 COMPILED_CALL = "_compiled_call_impl"
 """nn.Module: what its `__call__` calls first; None by default. It is the only way to replace the call of one instance
@@ -58,7 +59,7 @@ COMPILING_FLAG = "_is_compiling_flag"
 """torch.compiler: the value of `torch.compiler.is_compiling()` outside of tracing; torch.export sets it to True."""
 
 
-def name_in_schema(operation: Any) -> str:  # Any: an operator, of which torch has two kinds
+def name_in_schema(operation: Private) -> str:
     """Operator overload: "aten::mm", without the name of the overload, which the public `name()` appends. Higher order
     operator, which has no overloads: "higher_order::flex_attention"."""
     schema = getattr(operation, "_schema", None)

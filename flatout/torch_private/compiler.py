@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
-from flatout.torch_private.lookup import required
+from flatout.torch_private.lookup import Private, required
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -258,7 +258,7 @@ def built_kernels(source: str, module: str) -> Callable[[], ModuleType]:
     """Begins to build a Python module of this name, as `cpp_pybinding` builds that of one kernel; the result waits for
     it and loads it. Imports the compiler."""
     cache = required("torch._inductor.codecache.CppPythonBindingsCodeCache")
-    of_module: Any = type("KernelsTogether", (cache,), {"cache": {}, "entry_function": module})
+    of_module: Private = type("KernelsTogether", (cache,), {"cache": {}, "entry_function": module})
     submit = required("torch._inductor.async_compile.AsyncCompile.submit")
     load: Callable[[], ModuleType] = of_module.load_async(source, "cpu", submit_fn=submit)
     return load
@@ -267,12 +267,12 @@ def built_kernels(source: str, module: str) -> Callable[[], ModuleType]:
 # AOTInductor, which is not public yet
 
 
-def write_aoti(program: Any, path: str) -> None:  # Any: an ExportedProgram, whose import takes the compiler
+def write_aoti(program: Private, path: str) -> None:
     """Compile an exported program into a package at `path`. Imports the compiler."""
     required("torch._inductor.aoti_compile_and_package")(program, package_path=path)
 
 
-def load_aoti(path: str) -> Callable[..., Any]:  # Any: what the program returns
+def load_aoti(path: str) -> Callable[..., object]:
     """The program in a package. Imports the compiler."""
     loaded: Callable[..., object] = required("torch._inductor.aoti_load_package")(path)
     return loaded

@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from operator import attrgetter, methodcaller
 from types import ModuleType
-from typing import Any
 
-from flatout.torch_private.lookup import attribute, private
+from flatout.torch_private.lookup import Private, attribute, private
 
-BaseIterator: Any = private("torch.utils.data.dataloader._BaseDataLoaderIter")  # Any: has no public base class
+BaseIterator: Private = private("torch.utils.data.dataloader._BaseDataLoaderIter")
 """The base class of what `iter(loader)` returns."""
-SingleProcessIterator: Any = private("torch.utils.data.dataloader._SingleProcessDataLoaderIter")  # Any: as above
-MapFetcher: Any = private("torch.utils.data._utils.fetch._MapDatasetFetcher")  # Any: as above
+SingleProcessIterator: Private = private("torch.utils.data.dataloader._SingleProcessDataLoaderIter")
+MapFetcher: Private = private("torch.utils.data._utils.fetch._MapDatasetFetcher")
 """Fetches the samples of a batch by their indices."""
 worker: ModuleType = private("torch.utils.data._utils.worker")
 worker_info: Callable[[ModuleType], object] = attrgetter("_worker_info")
 """Of `worker`: None outside of a worker. The public `get_worker_info` adds a Python call for every batch."""
-default_collations: dict[Any, Callable[..., object]] = private(  # Any: of any type of sample
+default_collations: dict[object, Callable[..., object]] = private(
     "torch.utils.data._utils.collate.default_collate_fn_map"
 )
 """The collate function of each type of sample; a script can add to it."""
@@ -33,9 +32,11 @@ GET_ITERATOR = "_get_iterator"
 NEXT_INDEX, ORDER, YIELDED = "_next_index", "_sampler_iter", "_num_yielded"
 """Of an iterator: the method that returns the next batch's indices, their iterator, the number of batches so far."""
 
-order_of: Callable[[Any], Iterator[Any]] = attribute("torch.utils.data.dataloader._BaseDataLoaderIter", ORDER)
-yielded_by: Callable[[Any], int] = attribute("torch.utils.data.dataloader._BaseDataLoaderIter", YIELDED)
-batch_sampler_of: Callable[[Any], Any] = attribute("torch.utils.data.dataloader._BaseDataLoaderIter", "_index_sampler")
+order_of: Callable[[object], Iterator[object]] = attribute("torch.utils.data.dataloader._BaseDataLoaderIter", ORDER)
+yielded_by: Callable[[object], int] = attribute("torch.utils.data.dataloader._BaseDataLoaderIter", YIELDED)
+batch_sampler_of: Callable[[object], Private] = attribute(
+    "torch.utils.data.dataloader._BaseDataLoaderIter", "_index_sampler"
+)
 NAMES_IN_NEXT = (
     *("torch", "autograd", "profiler", "record_function", "_profile_name", "_sampler_iter", "_reset", "_next_data"),
     *("_num_yielded", "_dataset_kind", "_DatasetKind", "Iterable", "_IterableDataset_len_called", "_dataset"),
@@ -43,5 +44,5 @@ NAMES_IN_NEXT = (
 )
 """The names in an iterator's `__next__` in torch 2.11 to 2.15. One with other names is called unchanged."""
 
-next_data: Callable[[Any], Any] = methodcaller("_next_data")
+next_data: Callable[[object], object] = methodcaller("_next_data")
 """The next batch of an iterator, without a profiler record around it."""

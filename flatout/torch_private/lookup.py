@@ -6,12 +6,15 @@ import contextlib
 import importlib
 import operator
 from collections.abc import Iterator
-from typing import Any, NoReturn  # Any: the entry that looks a name up declares its type
+from typing import Any, NoReturn, TypeAlias
 
 from flatout.errors import MachineError
 
+Private: TypeAlias = Any
+"""Of torch's own, which has no public type. The entry that looks a name up may declare more."""
 
-def private(name: str) -> Any:  # Any: see above
+
+def private(name: str) -> Private:
     """The object with this dotted name, or a `Missing` in its place."""
     first, *parts = name.split(".")
     place: object = importlib.import_module(first)
@@ -29,14 +32,14 @@ def private(name: str) -> Any:  # Any: see above
     return place
 
 
-def required(name: str) -> Any:  # Any: see above
+def required(name: str) -> Private:
     """The object with this dotted name. Raises MachineError if this torch has none."""
     found = private(name)
     require(found)
     return found
 
 
-def attribute(owner: str, name: str) -> Any:  # Any: see above
+def attribute(owner: str, name: str) -> Private:
     """A function that returns the attribute `name` of an instance of torch's class `owner`; `Missing` if it has none.
 
     An attribute of instances counts if `__init__` mentions it.

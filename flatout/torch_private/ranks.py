@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flatout.torch_private.lookup import private
+from flatout.torch_private.lookup import Private, private
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,7 +34,7 @@ def as_voted(schedule: object) -> None:
     which are pretended. Torch 2.13 sends and reads numbers to find out that all have them; 2.15 asks nobody then."""
     if hasattr(schedule, "_warmup_p2p"):
 
-        def warm_up(stages: Iterable[Any], *_: object) -> None:  # as torch has it
+        def warm_up(stages: Iterable[Private], *_: object) -> None:
             for stage in stages:
                 stage._inference_mode = private(f"{_pipelining}._utils.InferenceMode").STATIC
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.torch_private.lookup import attribute, private
+from flatout.torch_private.lookup import Private, attribute, private
 
 # storages
 
@@ -42,7 +41,7 @@ def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
-grad_slot: Any = private("torch._C.TensorBase.grad")  # Any: a descriptor in C, for which there is no type
+grad_slot: Private = private("torch._C.TensorBase.grad")
 """A `__torch_function__` gets `grad_slot.__get__` where `.grad` is read; no public equivalent."""
 
 wrapper_without_memory: Callable[..., Tensor] = private("torch.Tensor._make_wrapper_subclass")

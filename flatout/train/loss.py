@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeGuard  # Any: batches and outputs are the user's
 
 from flatout.arguments import as_function, described, wrong
 from flatout.data.nested import batch_length, is_numpy_array

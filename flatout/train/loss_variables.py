@@ -11,7 +11,7 @@ import dis
 import functools
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any  # Any: keys of any type
 
 from flatout.data.nested import tensors_in
 from flatout.train.loss import LossFn
@@ -96,6 +96,9 @@ class _Variables:
                         _set(now, name, after)
 
 
+Entries = dict[Any, object] | list[object]  # Any: whatever the keys are
+
+
 def _set(names: dict[Any, object], name: object, value: object) -> None:
     if value is not _MISSING:
         names[name] = value
@@ -119,7 +122,7 @@ def _is_fixed(value: object) -> bool:
     return isinstance(value, torch.nn.Module | ModuleType | type | Callable)
 
 
-def _entries(value: object) -> dict[Any, object] | list[object] | None:
+def _entries(value: object) -> Entries | None:
     """What a dict, a list or a plain object holds, live. Of objects, such as a log, only tensors are changed."""
     if isinstance(value, dict | list):
         return value
@@ -130,7 +133,7 @@ def _entries(value: object) -> dict[Any, object] | list[object] | None:
     return getattr(value, "__dict__", None)
 
 
-def _copied(entries: dict[Any, object] | list[object] | None) -> object:
+def _copied(entries: Entries | None) -> object:
     return None if entries is None else entries.copy()
 
 

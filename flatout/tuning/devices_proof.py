@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.errors import ScriptError
 from flatout.script.child_command import child_command
@@ -26,6 +26,7 @@ from flatout.script.entry import Target
 from flatout.script.replicas.settings import LOSSES, RECORD, Facts, Recording, Settings
 from flatout.script.replicas.starting import QUIET, ranks_prepared, start_ranks
 from flatout.script.replicas.trial_rank import NO_STEPS
+from flatout.script.trial.answers import Answer
 from flatout.script.work_folder import work_folder
 from flatout.tuning import numerics
 from flatout.tuning import proof as judge
@@ -207,7 +208,7 @@ def _recorded(target: Target, devices: int, settings: Settings, recording: Recor
         if status or not (folder / RECORD).exists():
             number = "one device" if devices == 1 else f"{devices} devices"
             raise ScriptError(f"the script failed on {number} (exit status {status})", remedy="see its error above")
-        answer: Any = json.loads((folder / RECORD).read_text())  # as `trial_rank` wrote it
+        answer: Answer = json.loads((folder / RECORD).read_text())  # as `trial_rank` wrote it
         parts = [json.loads((folder / f"{LOSSES}{rank}.json").read_text()) for rank in range(devices)]
         facts = Facts.read(folder) or Facts(ranks=devices)
     answer["losses"] = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol  # Any: see _Untyped
 
 import torch
 from torch import Tensor, nn
@@ -106,10 +106,11 @@ def _own_block(block: nn.Module) -> Block:
     )
 
 
-# Classes of transformers are not imported here, so their modules have no types here.
+_Untyped = Any
+"""A module or config of transformers, whose classes are not imported here."""
 
 
-def _hugging_face_gpt2(model: Any) -> Decoder:
+def _hugging_face_gpt2(model: _Untyped) -> Decoder:
     config = model.config
     _require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     body = model.transformer
@@ -142,7 +143,7 @@ def _hugging_face_gpt2(model: Any) -> Decoder:
     )
 
 
-def _hugging_face_llama(model: Any) -> Decoder:
+def _hugging_face_llama(model: _Untyped) -> Decoder:
     """Llama and its derivatives: rms norms, rotary positions, gated feed-forward, grouped kv heads."""
     config, body = model.config, model.model
     cosines, sines_ = _rotary(body.rotary_emb, config.max_position_embeddings)
@@ -166,7 +167,7 @@ def _hugging_face_llama(model: Any) -> Decoder:
     )
 
 
-def _llama_block(layer: Any, config: Any) -> Block:
+def _llama_block(layer: _Untyped, config: _Untyped) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
     if window is None and type(layer).__name__.startswith("Mistral"):

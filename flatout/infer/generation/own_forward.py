@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from flatout.evaluation_mode import evaluating
 from flatout.plan import Plan
 from flatout.precision.matmul import current_matmul_precision
 
+Output: TypeAlias = Any  # of a model unknown here
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _LONGEST = (
     *("max_position_embeddings", "n_positions", "max_tokens", "block_size", "max_seq_len", "max_seq_length"),
@@ -66,11 +67,11 @@ class OwnForward:
         assert found is not None, "the generator holds the model"
         return found
 
-    def __call__(self, *given: object, **named: object) -> Any:  # outputs of a model unknown here
+    def __call__(self, *given: object, **named: object) -> Output:
         """The model's output. UsageError if it fails on this text."""
         return self.call("forward", *given, **named)
 
-    def call(self, method: str, /, *given: object, **named: object) -> Any:  # as above
+    def call(self, method: str, /, *given: object, **named: object) -> Output:
         """The output of one of its methods; for "get_encoder()" of the module that it returns."""
         model = self.model
         call = model if method == "forward" else getattr(model, method.removesuffix("()"))

@@ -18,7 +18,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from flatout.machine.device import device_name
 from flatout.machine.kept_ceilings import load_ceilings
 from flatout.plan import Plan
 
+Output: TypeAlias = Any  # what the user's model returns
 BATCH_TOKENS_CPU = 2048
 """More does not make products faster on a CPU, and activations no longer fit in the cache."""
 BATCH_TOKENS_CUDA = 16384
@@ -152,17 +153,17 @@ class Predictions:
         self._counts = Counts()
         self._ready = self._in_order()
 
-    def __iter__(self) -> Iterator[Any]:  # here and below: what the model returns
+    def __iter__(self) -> Iterator[Output]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Output:
         return next(self._ready)
 
     def show_progress(self, total: int | None) -> None:
         """Show a progress bar on stderr from now on, for `total` inputs (None: unknown)."""
         self._ready = self._with_bar(self._ready, total)
 
-    def collect(self) -> list[Any]:
+    def collect(self) -> list[Output]:
         """The remaining outputs as a list: they must all fit into memory."""
         return list(self)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.kernels.custom.argument_specs import FLOATS, TensorArgument
 from flatout.kernels.custom.definition import LAYOUTS, Definition
 from flatout.kernels.custom.footprint import Footprint, elements, shape_of
+from flatout.kernels.custom.result import Message
 
 Values = Literal["normal", "large", "zeros", "NaN", "infinite"]
 NONFINITE: tuple[Values, ...] = ("NaN", "infinite")
@@ -56,7 +57,7 @@ class Case:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Case:  # Any: written by to_json
+    def from_json(cls, data: Message) -> Case:
         return cls(**{**data, "layouts": tuple(data["layouts"])})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from flatout.decoding import decode
 from flatout.notebook_tables import table_html
@@ -13,6 +13,9 @@ from flatout.timing import Measurement
 
 Verdict = Literal["passed", "failed", "noted", "skipped"]
 """noted: not as it might be, and no mistake; skipped: it was not looked at, for the reason in `text`."""
+
+Message: TypeAlias = dict[str, Any]
+"""JSON, as the process of a check writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class KernelSpeed:
         return {**asdict(self), **parts, "share_of_ceiling": self.share_of_ceiling}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> KernelSpeed:  # Any: written by to_json
+    def from_json(cls, data: Message) -> KernelSpeed:
         plain = {name: value for name, value in data.items() if name != "share_of_ceiling"}
         parts = {name: None if data[name] is None else kind.from_json(data[name]) for name, kind in _PARTS.items()}
         return cls(**{**plain, **parts})

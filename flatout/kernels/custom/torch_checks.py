@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from flatout.kernels.custom.kernel_calls import (
     values_problem,
 )
 from flatout.torch_private.dispatch import ListeningMode
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 _NOT_REGISTERED = "autograd formula"
 """In the message of torch's error for an operator without one; the error has no type of its own."""
@@ -196,20 +199,23 @@ def autocast_problem(definition: Definition, case: Case, device: str) -> Problem
 # the operator
 
 
+_Calls: TypeAlias = "dict[OpOverload[..., object], tuple[tuple[object, ...], dict[str, object]]]"
+
+
 class _Operators(ListeningMode):
     """Remembers the operators that are not torch's own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[Any, tuple[Any, Any]] = {}
+        self.calls: _Calls = {}
 
-    def listen(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if getattr(func, "namespace", "aten") not in ("aten", "prims", "prim"):
             self.calls.setdefault(func, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _calls(definition: Definition, case: Case, device: str) -> dict[Any, tuple[Any, Any]]:  # Any: torch's operators
+def _calls(definition: Definition, case: Case, device: str) -> _Calls:
     """The custom operators that the kernel calls on this case, with their arguments."""
     listening = _Operators()
     arguments = draw(definition, case, device).arguments

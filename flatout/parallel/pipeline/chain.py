@@ -16,7 +16,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any  # Any: a block's output
 
 import torch
 from torch import Tensor, nn

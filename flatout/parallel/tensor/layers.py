@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any  # Any: see Layer
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatout.parallel.tensor.parts import Cut, cut_of, entered, summed
+from flatout.parallel.tensor.parts import Across, Cut, cut_of, entered, summed
 from flatout.parallel.tensor.random import OwnStream
 from flatout.parallel.tensor.scores import split_scores
 from flatout.parallel.whole_tensors import CUT, CUTS, like, whole_or_cut
@@ -104,24 +104,25 @@ def _part_of_state(layer: nn.Module, state: dict[str, object], prefix: str, *_: 
 class Entrance:
     """A hook before the forward of a module whose columns are cut."""
 
-    def __init__(self, arguments: tuple[str, ...], positions: tuple[int, ...], across: Any) -> None:  # an Across
+    def __init__(self, arguments: tuple[str, ...], positions: tuple[int, ...], across: Across) -> None:
         self._arguments, self._positions, self._across = arguments, positions, across
         self.own_stream: OwnStream | None = None
         self.dropout: str | None = None
         """Path and attribute, from the module, of what it drops."""
 
     def __call__(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, module: nn.Module, inputs: tuple[object, ...], keywords: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         changed = list(inputs)
         device = None
         for name, position in zip(self._arguments, self._positions, strict=True):
-            if isinstance(keywords.get(name), Tensor):
-                keywords = {**keywords, name: entered(keywords[name], self._across)}
-                device = keywords[name].device
-            elif position < len(changed) and isinstance(changed[position], Tensor):
-                changed[position] = entered(changed[position], self._across)
-                device = changed[position].device
+            by_name, by_place = keywords.get(name), changed[position] if position < len(changed) else None
+            if isinstance(by_name, Tensor):
+                keywords = {**keywords, name: entered(by_name, self._across)}
+                device = by_name.device
+            elif isinstance(by_place, Tensor):
+                changed[position] = entered(by_place, self._across)
+                device = by_place.device
         if self.own_stream is not None and device is not None and module.training and self._drops(module):
             self.own_stream.begin(device)
         return tuple(changed), keywords

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
 
+from flatout.levers.lazy_scores import NodeContext
 from flatout.machine.ranks import pretended_exchange
 from flatout.parallel.whole_tensors import CUT
 
@@ -148,30 +149,38 @@ def cut_of(parameter: object) -> Cut | None:
     return cut
 
 
+class _EnteredContext(NodeContext, Protocol):
+    across: Across
+
+
 class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, across: Across) -> Tensor:  # ctx: as torch has it, here and below
+    def forward(ctx: _EnteredContext, x: Tensor, across: Across) -> Tensor:
         ctx.across = across
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _EnteredContext, gradient: Tensor) -> tuple[Tensor, None]:
         return _sum(gradient, ctx.across), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, across: Across) -> Tensor:
+    def forward(ctx: object, x: Tensor, across: Across) -> Tensor:
         return _sum(x, across)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _GatheredContext(NodeContext, Protocol):
+    bounds: tuple[int, int]
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: _GatheredContext, x: Tensor, cut: Cut) -> Tensor:
         ctx.bounds = cut.bounds
         size = cut.shape[cut.dim]
         whole = x.new_empty((*x.shape[:-1], size))  # a view could not be changed in place afterwards
@@ -181,7 +190,7 @@ class _Gathered(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GatheredContext, gradient: Tensor) -> tuple[Tensor, None]:
         first, last = ctx.bounds
         return gradient[..., first:last], None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: a module of the class that the rule is for
 
 if TYPE_CHECKING:
     from torch.nn import Module

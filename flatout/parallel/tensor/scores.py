@@ -9,13 +9,13 @@ and continues with a plain tensor: any loss is right, and the usual one is cheap
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar  # Any: arguments of torch's functions
 
 import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
 
-from flatout.levers.lazy_scores import ABOUT
+from flatout.levers.lazy_scores import ABOUT, NodeContext
 from flatout.memory.fake_run import is_fake
 from flatout.parallel.tensor.parts import Cut, gathered
 from flatout.torch_private.dispatch import tree_map_only, without_subclass_torch_function
@@ -112,18 +112,23 @@ class SplitScores(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
+class _NamedContext(NodeContext, Protocol):
+    bounds: tuple[int, int]
+    columns: int
+
+
 class _Named(torch.autograd.Function):
     """The node of a SplitScores: a gradient of all scores goes through it to this rank's."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, place: _Place) -> Tensor:  # ctx: as torch has it, here and below
+    def forward(ctx: _NamedContext, local: Tensor, place: _Place) -> Tensor:
         ctx.bounds, ctx.columns = place.cut.bounds, local.shape[-1]
         shape = (*local.shape[:-1], place.classes)
         made: Tensor = wrapper_without_memory(SplitScores, shape, dtype=local.dtype, device=local.device)
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _NamedContext, gradient: Tensor) -> tuple[Tensor, None]:
         own = gradient[..., ctx.bounds[0] : ctx.bounds[1]]
         return F.pad(own, (0, ctx.columns - own.shape[-1])), None
 
@@ -194,11 +199,15 @@ def _cross_entropy(
     return (total / counted.sum() if reduction == "mean" else total).to(dtype)
 
 
+class _RowLossContext(NodeContext, Protocol):
+    saved_tensors: tuple[Tensor, Tensor, Tensor]
+
+
 class _RowLoss(torch.autograd.Function):
     """Own columns [rows, columns], targets [rows] -> the cross-entropy of each row, over all ranks' columns."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, target: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: _RowLossContext, local: Tensor, target: Tensor, cut: Cut) -> Tensor:
         first, _ = cut.bounds
         mine = (target >= first) & (target < first + local.shape[1])
         column = torch.where(mine, target - first, 0)
@@ -212,7 +221,7 @@ class _RowLoss(torch.autograd.Function):
         return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _RowLossContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         shares, column, mine = ctx.saved_tensors
         found = shares.clone()
         if found.shape[1]:

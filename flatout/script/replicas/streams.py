@@ -21,14 +21,11 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from flatout.generators import generator_states, set_generators, torch_generator_states
+from flatout.generators import ReadStates, States, generator_states, set_generators, torch_generator_states
 
 APART = 0x9E3779B97F4A7C15
 """An odd constant that keeps the seeds of neighbouring ranks apart."""
-
-States = Mapping[str, Any]  # each library's own kind of state
 
 
 class RandomStreams:
@@ -36,7 +33,7 @@ class RandomStreams:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._own: dict[str, Any] = {}
+        self._own: States = {}
         self._common: dict[str, object] | None = None
         """While its own is in use."""
         self._gpu_seed: int | None = None
@@ -113,7 +110,7 @@ def host_states(*, python: bool = True) -> dict[str, object]:
     return {name: state for name, state in states.items() if name != "cuda"}
 
 
-def digest(states: States) -> int:
+def digest(states: ReadStates) -> int:
     """Equal where the states are, in every process."""
     found = hashlib.blake2b(digest_size=7)
     for name in ("python", "torch", "numpy"):

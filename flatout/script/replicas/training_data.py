@@ -29,7 +29,9 @@ from flatout.tracebacks import leave_no_frame
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from flatout.generators import ReadStates
     from flatout.script.replicas.replica import Replica
+    from flatout.torch_private.lookup import Private
 
 Call = Callable[..., object]  # one of torch's functions
 ORDER_BITS = (1 << 61) - 1
@@ -130,7 +132,7 @@ class TrainingData:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._orders: weakref.WeakKeyDictionary[Any, SharedOrder] = weakref.WeakKeyDictionary()
+        self._orders: weakref.WeakKeyDictionary[object, SharedOrder] = weakref.WeakKeyDictionary()
         """Iterator of a loader -> its order, where it is shared; Any: torch's iterators have no public class."""
         self.handed: list[tuple[SharedOrder, Share]] = []
         """What the script got since its last backward pass."""
@@ -176,7 +178,7 @@ class TrainingData:
     def _wrap_order(self, original: Call) -> Call:
         from flatout.torch_private.loading import ORDER, WORKERS_SEED
 
-        def begin(iterator: Any, loader: DataLoader[object], *args: object, **kwargs: object) -> object:
+        def begin(iterator: Private, loader: DataLoader[object], *args: object, **kwargs: object) -> object:
             if not self._replica.here():
                 return original(iterator, loader, *args, **kwargs)
             shared = self._begins_training(loader)
@@ -248,7 +250,7 @@ class TrainingData:
                 self.realigned += 1
                 self._take_states_from_first(states)
 
-    def _take_states_from_first(self, states: Any) -> None:  # of each library's kind
+    def _take_states_from_first(self, states: ReadStates) -> None:
         from torch import distributed
 
         from flatout.generators import set_generators
@@ -278,7 +280,7 @@ class TrainingData:
         return part, share
 
     def _wrap_next(self, original: Call) -> Call:
-        def __next__(iterator: Any) -> object:  # Any: see above
+        def __next__(iterator: Private) -> object:
             try:
                 return self._next(original, iterator) if self._replica.here() else original(iterator)
             except BaseException as error:
@@ -287,7 +289,7 @@ class TrainingData:
 
         return __next__
 
-    def _next(self, original: Call, iterator: Any) -> object:  # Any: see above
+    def _next(self, original: Call, iterator: Private) -> object:
         if self.handed and self.plain_calls and self.on_share:  # the last shared batch was not trained on
             raise self._evaluated("the model was called without gradients, and no backward pass followed")
         order = self._orders.get(iterator)
@@ -320,7 +322,7 @@ class TrainingData:
         self.plain_calls = 0
         return batch
 
-    def _fetching(self, iterator: Any, order: SharedOrder) -> contextlib.AbstractContextManager[None]:  # Any: see above
+    def _fetching(self, iterator: Private, order: SharedOrder) -> contextlib.AbstractContextManager[None]:
         """In this process; workers have seeds of their own."""
         from flatout.torch_private.loading import SingleProcessIterator
 

@@ -83,7 +83,7 @@ class TrainingSteps:
                 return original(self_, *args, **kwargs)
             return outermost(self_, args, kwargs, grad_enabled())
 
-        def outermost(module: nn.Module, args: Any, kwargs: Any, trains: bool) -> object:
+        def outermost(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], trains: bool) -> object:
             data = self._replica.data
             try:
                 if not trains or self._replica.count == 1 or not (data.on_share or data.handed):
@@ -146,7 +146,7 @@ class TrainingSteps:
             )
 
     def _wrap_backward(self, original: Call) -> Call:
-        def backward(*args: Any, **kwargs: Any) -> object:
+        def backward(*args: object, **kwargs: object) -> object:
             if self._in_backward or not self._replica.here():
                 return original(*args, **kwargs)
             try:

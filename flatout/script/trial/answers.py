@@ -6,9 +6,13 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from flatout.errors import ScriptError, TrialError
 from flatout.units import counted, format_seconds
+
+Answer: TypeAlias = Any
+"""JSON, as the process of a trial writes it."""
 
 FEWEST_TO_PROVE = 2
 """Steps with levers on: an error of a lever in its first step (a stale copy, a lost update) shows in a second."""

@@ -10,14 +10,14 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.plan_choices import ChoiceValue
 from flatout.script.numerics import NumericsAnswer, NumericsRequest
-from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
+from flatout.script.trial.answers import PEAK_STEPS, Answer, Peak, Window
 from flatout.script.trial.messages import Command
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class CommandedTrial:
         """Are steps in progress interrupted soon after the deadline, with BudgetSpent? A start goes on: how long it
         takes is unknown."""
 
-    def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
+    def _ask(self, command: Command, timeout_seconds: float) -> Answer:
         """Send a command, and return the answer. Raises TrialError where there is none."""
         raise NotImplementedError
 

@@ -31,13 +31,14 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 from flatout.environment import trial_environment
 from flatout.script.child_command import child_command
 from flatout.script.isolation import kernel
 from flatout.script.preloaded import Groups, Preloaded, load
 from flatout.script.trial import child
+from flatout.script.trial.answers import Answer
 from flatout.script.trial.forked import KILLED, Forked, count_threads, take_streams
 from flatout.script.trial.messages import TrialConfig
 from flatout.torch_private.compiler import DYNAMO
@@ -129,7 +130,7 @@ class ForkServer:
             pass
         return otherwise
 
-    def _received(self) -> Any:  # JSON; None: it has ended
+    def _received(self) -> Answer:  # None: it has ended
         message = self._connection.recv(MESSAGE_BYTES)
         return json.loads(message) if message else None
 

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
+from typing import IO, TYPE_CHECKING, Literal, TextIO
 
 import psutil
 
@@ -38,6 +38,7 @@ from flatout.profiling.step_operators import Operator, StepOperators
 from flatout.script.child_command import child_command
 from flatout.script.isolation import cleanup
 from flatout.script.trial.answers import (
+    Answer,
     TrialDied,
     TrialEnded,
     TrialFault,
@@ -143,7 +144,7 @@ class TrialProcess(CommandedTrial):
 
     def watch(
         self, command: Command, timeout_seconds: float, settled: Callable[[], bool] | None = None
-    ) -> tuple[Any, TrialEnded | None]:  # JSON
+    ) -> tuple[Answer, TrialEnded | None]:
         """Run the script under one command that applies from its first line; returns the answer, and the script's end
         where it ended early. settled: asked while the script is silent; where it is true, raises TrialSettled."""
         self._settled = settled
@@ -241,7 +242,7 @@ class TrialProcess(CommandedTrial):
         if not self.choices and (starts.seconds is None or self.start_seconds < starts.seconds):
             starts.seconds, starts.cores = self.start_seconds, computing_seconds / self.start_seconds
 
-    def _note_ready(self, ready: Any) -> None:  # JSON
+    def _note_ready(self, ready: Answer) -> None:
         self.step_kind = ready["step_kind"]
         self.start_seconds = time.perf_counter() - self._spawned_at
         self.startup_seconds = self.start_seconds + self._loaded_seconds
@@ -299,7 +300,7 @@ class TrialProcess(CommandedTrial):
         answer = self._ask({"do": "fork", "levers": as_json(choices)}, FORK_SECONDS)
         return ForkOfTrial(self, answer["pid"])
 
-    def ask_of_fork(self, do: Literal["poll", "kill"], number: int) -> Any:  # JSON
+    def ask_of_fork(self, do: Literal["poll", "kill"], number: int) -> Answer:
         """Of one that was forked from it, and ends with it. Raises TrialError where this process has ended."""
         if self._process is None:
             raise TrialDied(KILLED)
@@ -376,7 +377,7 @@ class TrialProcess(CommandedTrial):
         os.write(self._terminal, ENDS_OF_INPUT)
         return open(slave, "rb", buffering=0)
 
-    def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
+    def _ask(self, command: Command, timeout_seconds: float) -> Answer:
         with contextlib.suppress(BrokenPipeError):  # it died: reading the answer reports how
             os.write(self._command_write, (json.dumps(command) + "\n").encode())
         answer = self._answer(timeout_seconds)
@@ -384,7 +385,7 @@ class TrialProcess(CommandedTrial):
             self.setup.started.obstacle = f"a step writes to files: {answer['wrote']}"
         return answer
 
-    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> Any:  # JSON
+    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> Answer:
         line = self._read_line(timeout_seconds, starting=starting)
         answer = json.loads(line)
         if answer["event"] == "ended":

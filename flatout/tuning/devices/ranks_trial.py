@@ -12,13 +12,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.machine.description import Machine
 from flatout.script.replicas.settings import NOT_IN_RANKS, SCRATCH, Settings, refusal_of
 from flatout.script.replicas.starting import write_settings
+from flatout.script.trial.answers import Answer
 from flatout.script.trial.setup import TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.ranks.group import RankGroup
@@ -71,7 +72,7 @@ class Basis:
 
     def result_of(
         self, kind: Literal["collectives", "proof"], devices: int, settings: Settings | None = None, steps: int = 0
-    ) -> Any:  # JSON, as the child wrote it
+    ) -> Answer:
         """What a process of ours finds that starts ranks; settings: of the ranks, if not those of all. Raises what it
         raises, and BudgetSpent where that is not wanted any more."""
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=self.setup.work_folder))

@@ -15,14 +15,14 @@ import time
 from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self  # Any: JSON
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsAnswer
 from flatout.script.reference import CheckFound
-from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs, most_of
+from flatout.script.trial.answers import Answer, TrialDied, TrialEnded, TrialFault, TrialHangs, most_of
 from flatout.script.trial.commanded_rank import ANSWERS, COMMANDS
 from flatout.script.trial.commands import CommandedTrial, Patience
 from flatout.script.trial.hang_location import STACKS, location
@@ -46,7 +46,7 @@ class RankGroup(CommandedTrial):
         self.count = count
         self.folder = Path()
         """What the ranks read and write; it outlives them."""
-        self.ready: Sequence[Any] = ()  # JSON
+        self.ready: Sequence[Answer] = ()
         """What each rank said at the end of its first step."""
         self._job: RanksJob | None = None
         self._spawned = False
@@ -73,7 +73,7 @@ class RankGroup(CommandedTrial):
         """Folders of the ranks, in `folder`, that are removed once they have ended."""
         return ()
 
-    def check(self, answer: Any) -> None:  # JSON
+    def check(self, answer: Answer) -> None:
         """Raise where this answer of a rank shows that the others need not be awaited."""
 
     @property
@@ -155,7 +155,7 @@ class RankGroup(CommandedTrial):
     def _computed_seconds(self) -> float:
         return 0.0 if self._job is None else cpu_seconds(self._job.process.pid)
 
-    def _read(self, left: float, missing: Sequence[int], *, interruptible: bool) -> list[tuple[int, Any]]:
+    def _read(self, left: float, missing: Sequence[int], *, interruptible: bool) -> list[tuple[int, Answer]]:
         """What has arrived from these ranks within a moment. left: seconds of patience."""
         assert self._job is not None
         patience = min(left, self.deadline.grace_seconds_left) if self.deadline and interruptible else left
@@ -178,7 +178,7 @@ class RankGroup(CommandedTrial):
                 arrived.append((rank, json.loads(line)))
         return arrived
 
-    def _explain_end(self, ended: dict[int, Any]) -> NoReturn:  # JSON
+    def _explain_end(self, ended: dict[int, Answer]) -> NoReturn:
         """These ranks have ended. One that failed by itself says so; else another one, or the run, says why."""
         assert self._job is not None
         if any(answer["status"] != 0 for answer in ended.values()) and not _failed(ended):
@@ -217,7 +217,7 @@ class RankGroup(CommandedTrial):
         raise TrialDied(self._job.process.wait())
 
 
-def _failed(ended: dict[int, Any]) -> list[int]:  # JSON
+def _failed(ended: dict[int, Answer]) -> list[int]:
     """The ranks whose script raised."""
     return [rank for rank, answer in ended.items() if answer["error"]]
 
@@ -241,7 +241,7 @@ def _pipe(path: Path) -> int:
 # the answers of all ranks to one command, as one: of the first rank, with what all of them have to say
 
 
-def as_one(answers: Sequence[Any]) -> object:  # JSON
+def as_one(answers: Sequence[Answer]) -> object:
     """Times and what was observed are the first rank's; memory of a step is the largest, that of the machine the sum;
     a lever is rolled back where any rank did; numbers are those of all."""
     first = dict(answers[0])

@@ -12,11 +12,10 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flatout.errors import ScriptError
 from flatout.levers.lever import Choice, Lever
-from flatout.script.trial.answers import TrialHangs
+from flatout.script.trial.answers import Answer, TrialHangs
 from flatout.script.trial.commanded_rank import SETTINGS, RankSettings
 from flatout.script.trial.commands import as_json
 from flatout.script.trial.process import START_TIMEOUT_SECONDS
@@ -111,7 +110,7 @@ class ScriptRanksTrial(RankGroup):
             ) from None
         self.isolation = json.loads((self.folder / ISOLATION).read_text(encoding="utf-8"))
 
-    def check(self, answer: Any) -> None:  # JSON
+    def check(self, answer: Answer) -> None:
         if answer["event"] != "ready" or (ranks := answer["ranks"]) == self.count:
             return
         if ranks > 1:
