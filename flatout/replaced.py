@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar  # Any: functions of any signature
+from typing import Any, TypeVar, cast  # Any: functions of any signature
 
 from flatout.tracebacks import leave_no_frame
 
@@ -36,6 +36,8 @@ def replaced(owner: object, name: str, make: Callable[[F], Callable[..., object]
     """
     inherited = name not in vars(owner)
     original: F = _still_on(getattr(owner, name))
+    if inherited and isinstance(owner, type):
+        original = cast(F, _inherited(owner, name))
     other, on = make(original), True
 
     @functools.wraps(original)
@@ -57,6 +59,18 @@ def replaced(owner: object, name: str, make: Callable[[F], Callable[..., object]
             delattr(owner, name)
         else:
             setattr(owner, name, _still_on(original))
+
+
+def _inherited(owner: type, name: str) -> Callable[..., object]:
+    """Calls what `owner` inherits by then. It holds no reference to it: the watch puts its own wrapper there, and takes
+    that off again only while nobody holds it."""
+
+    def inherited(*args: object, **kwargs: object) -> object:
+        return getattr(super(owner, owner), name)(*args, **kwargs)
+
+    functools.update_wrapper(inherited, getattr(owner, name), updated=())
+    delattr(inherited, "__wrapped__")
+    return inherited
 
 
 Replacement = tuple[object, str, Callable[[Any], Callable[..., object]]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,24 @@ def test_what_somebody_else_put_over_it_stays() -> None:
         assert owner.call() == "t1o"
     assert owner.call is theirs
     assert owner.call() == "to"
+
+
+def test_what_a_class_inherits_is_not_held() -> None:
+    class Base:
+        def call(self) -> str:
+            return "o"
+
+    class Derived(Base):
+        pass
+
+    with replaced(Derived, "call", lambda before: lambda self: "1" + before(self)):
+        original, theirs = weakref.ref(Base.call), Derived.call
+        assert Derived().call() == "1o"
+        Base.call = lambda self: "b"  # type: ignore[method-assign]
+        assert Derived().call() == "1b"
+        assert original() is None
+    assert "call" not in vars(Derived)
+    assert theirs(Derived()) == Derived().call() == "b"
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -212,7 +212,8 @@ class _Patch:
         self._torchs_collations = dict(self._collations)
         self._whole = WholeBatches()
         self._iterator_class = loading.BaseIterator
-        self._torchs_next: object = None
+        self._code_of_torchs_next: object = None
+        """Not the function itself: while somebody holds that, the watch does not put its wrapper around it again."""
         self._profiler_enabled = profiler_is_on
         self._indices_class, self._order_class, self._loader_order = Indices, LoaderOrder, loader_order
         self._on_mismatch = on_mismatch
@@ -229,7 +230,7 @@ class _Patch:
         If the script or the watch has replaced torch's own, the replacement is called.
         """
         own = self._iterator_class.__next__
-        if own is not self._torchs_next and not self._is_torchs_next(own):
+        if getattr(own, "__code__", None) is not self._code_of_torchs_next and not self._is_torchs_next(own):
             return own(iterator)
         loading = self._loading
         if type(loading.order_of(iterator)) is not self._order_class or self._profiler_enabled():
@@ -240,10 +241,10 @@ class _Patch:
 
     def _is_torchs_next(self, function: object) -> bool:
         """Is it the version known here?"""
-        known = isinstance(function, FunctionType) and function.__code__.co_names == self._loading.NAMES_IN_NEXT
-        if known:
-            self._torchs_next = function
-        return known
+        if not isinstance(function, FunctionType) or function.__code__.co_names != self._loading.NAMES_IN_NEXT:
+            return False
+        self._code_of_torchs_next = function.__code__
+        return True
 
     def next_index(self, iterator: _BaseDataLoaderIter) -> object:
         loading = self._loading

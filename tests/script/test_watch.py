@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import inspect
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -20,12 +22,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flatout.data.fetch import batched_fetch
 from flatout.script import runner as runner_module
 from flatout.script import watch as watch_module
 from flatout.script.describe import breakdown, observe
 from flatout.script.runner import Runner
 from flatout.script.spans import KINDS
 from flatout.script.watch import Watch
+from flatout.torch_private.loading import BaseIterator
 
 
 def net(width: int = 3) -> nn.Module:
@@ -617,6 +621,41 @@ def test_folds_are_counted_whenever_the_watch_lets_steps_pass(boundary_every: in
     finally:
         watch.uninstall()
     assert watch.finder.steps == 80
+
+
+def test_batched_fetch_lets_the_watch_take_its_wrapper_off_and_put_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it held on to the wrapper, every batch went through it and through the profiler's record."""
+    monkeypatch.setattr(watch_module, "compile_was_asked_for", lambda: False)  # by another test
+    watch = Watch()
+    watch.install(torch)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4, shuffle=True)
+
+    def train() -> None:
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    def code_of_next() -> CodeType:  # a reference to the function itself would count
+        found: CodeType = BaseIterator.__next__.__code__
+        return found
+
+    try:
+        with batched_fetch():
+            train()
+            watch.suspend()
+            assert watch.suspended
+            train()
+            assert code_of_next().co_filename == inspect.getfile(torch.utils.data.dataloader)
+            watch.resume()
+            assert not watch.suspended
+            assert code_of_next().co_filename == inspect.getfile(Watch)
+            train()
+    finally:
+        watch.uninstall()
+    assert watch.finder.steps == 9
 
 
 class LikeATensor:
