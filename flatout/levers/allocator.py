@@ -19,13 +19,13 @@ from flatout.environment import preloaded_libraries
 from flatout.errors import MachineError
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.subject import Subject, Wrapper
+from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.machine.heap_pages import HeapPages, heap_pages
 from flatout.machine.process_memory import page_fault_seconds
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    pass
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 """malloc.h of glibc."""
@@ -43,10 +43,10 @@ is, and was seen to change from one process to the next."""
 class RetainMemory(Lever):
     """Let glibc keep freed memory instead of returning it to the system and faulting it in again in every step.
 
-    Where the system gives huge pages on request, a heap that has grown is moved into them, between two calls of the
-    model: it then takes fewer misses of the address cache to go through large tensors. The peak of the process may
-    grow: under plans that have this, by half in BERT-base training and to twice as much in GPT-2's. `flatout tune`
-    prints it before and after.
+    Where the system gives huge pages on request, a heap that has grown is moved into them, before an update: it then
+    takes fewer misses of the address cache to go through large tensors. The peak of the process may grow: under plans
+    that have this, by half in BERT-base training and to twice as much in GPT-2's. `flatout tune` prints it before and
+    after.
     """
 
     name = "malloc retains memory"
@@ -75,7 +75,7 @@ class RetainMemory(Lever):
         libc.mallopt(M_TOP_PAD, 64 << 20)
         pages = heap_pages()
         try:
-            with contextlib.nullcontext() if pages is None else subject.around_calls(_moving(pages)):
+            with contextlib.nullcontext() if pages is None else subject.before_steps(_moving(pages)):
                 yield
         finally:
             if pages is not None:
@@ -91,15 +91,16 @@ class RetainMemory(Lever):
         return value == "retain"
 
 
-def _moving(pages: HeapPages) -> Wrapper:
-    """Moves the heap into huge pages before a call of the model, once steps have made it grow."""
+def _moving(pages: HeapPages) -> Callable[[], None]:
+    """Moves the heap into huge pages before an update, once it has grown. Not around calls of the model: as long as a
+    lever wraps those, `flatout run` watches every step, and a step of 2 ms has little to gain here."""
+    import torch
 
-    def wrapper(module: Module, call: Callable[[], object]) -> object:
-        if pages.new_bytes > LEAST_GROWTH:
+    def move() -> None:
+        if not torch.compiler.is_compiling() and pages.new_bytes > LEAST_GROWTH:
             pages.move()
-        return call()
 
-    return wrapper
+    return move
 
 
 class PreloadedAllocator(Lever):

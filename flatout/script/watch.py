@@ -104,6 +104,8 @@ class Watch:
         """Why the last window does not tell how long the process waited for other ranks; '' where it does."""
         self._spans = Spans()
         self._patches = Patches()
+        self._loader_patch = Patches()
+        """Of a loader's next batch, which no compiled code calls."""
         self._lasting_patches = Patches()
         self._weights = WeightProbe()
         self._optimizers_open: list[OpenStep] = []
@@ -182,11 +184,12 @@ class Watch:
         self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", noting(self._note_scale))
         for owner in (torch.optim.Optimizer, torch.nn.Module):
             self._patches.replace(owner, "zero_grad", noting(self._note_zero_grad))
-        self._patches.replace(BaseIterator, "__next__", self._wrap_next)
+        self._loader_patch.replace(BaseIterator, "__next__", self._wrap_next)
 
     def uninstall(self) -> None:
         self.disable()
         self._patches.undo()
+        self._loader_patch.undo()
         self._step_starts.remove()
         self._lasting_patches.undo()
         self._dynamo_watch.remove()
@@ -195,6 +198,7 @@ class Watch:
     def _unpatch(self) -> None:
         if not compile_was_asked_for():  # its guards hold our wrappers: they stay, and pass calls through
             self._patches.undo()
+        self._loader_patch.undo()
         self._step_starts.remove()
 
     def suspend(self, boundary_every: int = 1) -> None:
@@ -216,9 +220,13 @@ class Watch:
         if not self.suspended or not self.enabled:
             return
         self.count_passed()
-        if self._patches.are_reached if compile_was_asked_for() else self._patches.redo():
-            self.suspended = False
-            self._step_starts.add()
+        if not (self._patches.are_reached if compile_was_asked_for() else self._patches.redo()):
+            return
+        if not self._loader_patch.redo():
+            self._unpatch()
+            return
+        self.suspended = False
+        self._step_starts.add()
 
     def count_passed(self, *, leader_steps: bool = False) -> None:
         """Add the steps that passed since the last boundary and, unless the leader is stepping now, those of optimizers

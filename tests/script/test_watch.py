@@ -623,9 +623,13 @@ def test_folds_are_counted_whenever_the_watch_lets_steps_pass(boundary_every: in
     assert watch.finder.steps == 80
 
 
-def test_batched_fetch_lets_the_watch_take_its_wrapper_off_and_put_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it held on to the wrapper, every batch went through it and through the profiler's record."""
-    monkeypatch.setattr(watch_module, "compile_was_asked_for", lambda: False)  # by another test
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batched_fetch_lets_the_watch_take_its_wrapper_off_and_put_it_back(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """While it held on to the wrapper, every batch went through it and through the profiler's record. What compiled
+    code may call stays on."""
+    monkeypatch.setattr(watch_module, "compile_was_asked_for", lambda: compiled)
     watch = Watch()
     watch.install(torch)
     model = net()
@@ -649,6 +653,7 @@ def test_batched_fetch_lets_the_watch_take_its_wrapper_off_and_put_it_back(monke
             assert watch.suspended
             train()
             assert code_of_next().co_filename == inspect.getfile(torch.utils.data.dataloader)
+            assert (torch.nn.Module.__call__.__code__.co_filename == inspect.getfile(Watch)) is compiled
             watch.resume()
             assert not watch.suspended
             assert code_of_next().co_filename == inspect.getfile(Watch)
