@@ -142,6 +142,13 @@ def as_function(value: T, name: str, arguments: int, *, limit: str, remedy: str 
     return value
 
 
+def as_collate_fn(value: T) -> T:
+    """`collate_fn(samples)`. A class may be one, such as tuple, but not where it is an instance that is called."""
+    if isinstance(value, type) and not any("__call__" in vars(kind) for kind in value.__mro__):
+        return value
+    return as_function(value, "collate_fn", 1, limit="it is called with the list of a batch's samples")
+
+
 def as_plan(value: object, scope: Scope | None = None) -> Plan:
     """The plan; an empty one for None. `scope`: where it is going to be applied, if it is.
 

@@ -187,7 +187,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "batch_size": {"None": None, "0": 0, "text": "64", "plan": flatout.Plan()},
             "plan": PLANS,
             "seed": {"text": "a", "None": None},
-            "collate_fn": {"number": 3, "no argument": lambda: None},
+            "collate_fn": {"number": 3, "no argument": lambda: None, "class of functions": nn.Flatten},
             "tokens": {"0": 0, "without lengths": 64},
             "length": {"number": 3, "text": "len", "of a tuple": len},
             "device": DEVICES,

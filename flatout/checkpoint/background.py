@@ -27,7 +27,7 @@ class HostCopies:
         for slot, tensor in tensors.items():
             if slot not in self._buffers:
                 pinned = tensor.is_cuda
-                self._buffers[slot] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                self._buffers[slot] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
             self._buffers[slot].copy_(tensor, non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 devices.add(tensor.device)

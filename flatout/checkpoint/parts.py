@@ -155,7 +155,9 @@ def read_parts(paths: Iterable[Path], whole: Mapping[str, tuple[list[int], str]]
     Of a part that several ranks hold the first copy counts. Raises ValueError for parts that overlap otherwise, reach
     outside, or leave elements out; KeyError, OSError, SafetensorError.
     """
-    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in whole.items()}
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for name, (shape, dtype) in whole.items()
+    }
     missing = {name: tensor.numel() for name, tensor in tensors.items()}
     seen: set[tuple[object, ...]] = set()
     for path in paths:

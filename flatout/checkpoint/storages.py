@@ -125,7 +125,8 @@ def view(stored: Mapping[Slot, torch.Tensor], reference: Reference) -> torch.Ten
     if "dtype" in reference:
         return _look_at(tensor, reference)
     if "stride" in reference:
-        return torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype).copy_(tensor)
+        strided = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device=tensor.device)
+        return strided.copy_(tensor)
     return tensor
 
 
@@ -134,7 +135,7 @@ def _look_at(tensor: torch.Tensor, reference: Reference) -> torch.Tensor:
     offset, last = divmod(reference["offset_bytes"], dtype.itemsize)
     if last or offset < 0 or (offset + _extent(shape, stride)) * dtype.itemsize > tensor.nbytes:
         raise ValueError(f"{reference['name']} reaches outside its {tensor.nbytes} bytes")
-    return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), offset, shape, stride)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 def _bytes_of(tensor: torch.Tensor, start_bytes: int, size_bytes: int) -> torch.Tensor:

@@ -151,7 +151,9 @@ class _Encoder:
     def _array(self, array: NDArray[np.generic], path: Path) -> dict[str, object]:
         _check_numpy(array.dtype, path)
         content = bytearray(array.tobytes())
-        stored = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        stored = (
+            torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         return {"array": [array.dtype.str, list(array.shape), self._tensor(stored, path)]}
 
     def _scalar(self, value: np.generic, path: Path) -> dict[str, object]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypeGuard  # Any: samples are the user's
 
 from flatout import environment
-from flatout.arguments import as_device, as_function, as_plan, as_whole_number
+from flatout.arguments import as_collate_fn, as_device, as_plan, as_whole_number
 from flatout.data.buckets import BucketOrder, Lengths, as_tokens, lengths_of
 from flatout.data.given_orders import REPEATABLE, BatchOrder, EpochOrder, length_of, samplers_in
 from flatout.data.handing_out import HandingOut, PlaceState, left_out_text, other_kind
@@ -411,7 +411,7 @@ def batches(
         batch_size = order.largest_batch
     size = _checked(batch_size, ranks)
     if collate_fn is not None:
-        as_function(collate_fn, "collate_fn", 1, limit="it is called with the list of a batch's samples")
+        as_collate_fn(collate_fn)
     handing_out = HandingOut(
         batch_size=size,
         plan=plan,

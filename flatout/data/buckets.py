@@ -72,7 +72,7 @@ class BucketOrder(OrderInBatches):
         if not self._shuffle:
             return batches
         generator = torch.Generator().manual_seed(epoch_seed(epoch_seed(seed, epoch), 1))
-        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator, device="cpu").tolist()]
 
     def _cut(self, order: list[int]) -> list[list[int]]:
         batches: list[list[int]] = []

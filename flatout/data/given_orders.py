@@ -49,7 +49,7 @@ class EpochOrder:
                 what = f"the sampler drew no sample in epoch {epoch}"
                 remedy = "let its __iter__ start over each time"
                 raise UsageError(what, limit="an epoch has at least one sample", remedy=remedy)
-            self._kept = (seed, epoch), torch.tensor(drawn, dtype=torch.int64)
+            self._kept = (seed, epoch), torch.tensor(drawn, dtype=torch.int64, device="cpu")
         return self._kept[1]
 
 
@@ -69,7 +69,7 @@ class BatchOrder(OrderInBatches):
         import torch
 
         last = self.batches(seed, epoch)[-1]
-        return torch.as_tensor(last, dtype=torch.int64) if len(last) < self._ranks else None
+        return torch.tensor(last, dtype=torch.int64, device="cpu") if len(last) < self._ranks else None
 
     def _made(self, seed: int, epoch: int) -> list[list[int]]:
         batches = self.draws(seed, epoch)

@@ -185,7 +185,7 @@ def repeat_batch(batch: T, samples: int) -> T:
     import torch
 
     length = batch_length(batch)
-    order = torch.arange(samples) % length
+    order = torch.arange(samples, device="cpu") % length
     return batch if samples == length else resize_batch(batch, samples, lambda tensor: tensor[order.to(tensor.device)])
 
 

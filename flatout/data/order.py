@@ -21,13 +21,13 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """The indices of one epoch, int64 [length]."""
+    """The indices of one epoch, int64 [length], on the CPU, whatever the default device is."""
     import torch
 
     if not shuffle:
-        return torch.arange(length)
+        return torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
-    return torch.randperm(length, generator=generator)
+    return torch.randperm(length, generator=generator, device="cpu")
 
 
 def share_of_rank(start: int, stop: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -62,7 +62,8 @@ class OrderInBatches:
         """The indices of an epoch, one batch after the other, int64."""
         import torch
 
-        return torch.tensor([index for batch in self.batches(seed, epoch) for index in batch], dtype=torch.int64)
+        indices = [index for batch in self.batches(seed, epoch) for index in batch]
+        return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     def spans(self, seed: int, epoch: int, position: int, *, least: int) -> list[tuple[int, int]]:
         """(start, stop) of each batch from `position` on, which may lie within a batch; without those of fewer than

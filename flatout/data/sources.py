@@ -253,7 +253,7 @@ class Whole:
         import torch
         from torch.utils.data import TensorDataset
 
-        everything = leaves(self.batch(torch.arange(len(self)), 0))
+        everything = leaves(self.batch(torch.arange(len(self), device="cpu"), 0))
         self._dataset = TensorDataset(*(tensor.to(device) for tensor in everything))
 
     def batch(self, indices: Tensor, seed: int) -> object:

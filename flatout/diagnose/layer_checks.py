@@ -6,7 +6,7 @@ import math
 
 from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import CHANGING_SHAPES, Facts
-from flatout.profiling.profile import OperatorRow, sizes_in
+from flatout.profiling.profile import ModuleRow, OperatorRow, Profile, sizes_in
 from flatout.script.behaviour_seen import SourceLine
 from flatout.units import format_bytes, format_seconds
 
@@ -108,7 +108,8 @@ def huge_softmax(facts: Facts) -> Seen | None:
 @check(
     means="A module computes attention with a softmax between two products, and writes the scores to memory.",
     needs="the module's code does that, it ran a softmax and not torch's own attention, the module takes at least 10 % "
-    "of a step, and what a fused kernel does not need (softmax, masks, copies) at least 5 %",
+    "of a step, and what a fused kernel does not need (softmax, masks, copies) at least 5 %; of the modules inside it, "
+    "those count that have none of their own, such as a Softmax or a Dropout",
     if_wrong="results differ by rounding; attention weights are no longer there to be read",
 )
 def unfused_attention(facts: Facts) -> Seen | None:
@@ -116,26 +117,23 @@ def unfused_attention(facts: Facts) -> Seen | None:
     kinds = {one.attention_by_hand for one in seen.modules if one.attention_by_hand} if seen is not None else set()
     if profile is None or not kinds:
         return None
-    modules = [one for one in profile.modules if one.kind in kinds]
-    whole = facts.share(sum(one.seconds for one in modules)) or 0.0
-    paths = tuple(one.path for one in modules)
-    inside = [
-        one for one in facts.operators if any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
-    ]
-    if any(TORCHS_ATTENTION in one.name for one in inside):
+    own = {one: _own_rows(one, profile) for one in profile.modules if one.kind in kinds}
+    own = {one: rows for one, rows in own.items() if any(row.operator_class == "softmax" for row in rows)}
+    inside = [row for rows in own.values() for row in rows]
+    if not inside or any(TORCHS_ATTENTION in row.name for row in inside):
         return None
-    rows = [one for one in inside if one.operator_class in SCORES]
-    if not any(one.operator_class == "softmax" for one in rows):
-        return None
+    whole = facts.share(sum(one.seconds for one in own)) or 0.0
+    rows = [row for row in inside if row.operator_class in SCORES]
     cost = sum(one.seconds for one in rows)
     share = facts.share(cost) or 0.0
     if whole < ATTENTION_SHARE or share < LAYER_SHARE:
         return None
     return Seen(
         title=f"attention is computed by hand, in {whole:.0%} of a step",
-        evidence=f"{', '.join(sorted(kinds))}: softmax, masks and copies between its products take "
+        evidence=f"{', '.join(sorted({one.kind for one in own}))}: softmax, masks and copies between its products take "
         f"{format_seconds(cost)} a step",
-        remedy="torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
+        remedy="torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True if later positions are "
+        "masked, and dropout_p if the weights are dropped out",
         certain=False,
         cost_seconds=cost,
         lines=where(facts.lines_calling("softmax"), _lines_of(rows)),
@@ -166,6 +164,18 @@ def hand_written_layer(facts: Facts) -> Seen | None:
                 unknown="torch's layer was not timed in its place",
             )
     return None
+
+
+def _own_rows(module: ModuleRow, profile: Profile) -> list[OperatorRow]:
+    """What its code runs, by itself or by modules right in it that have no others in them."""
+    start = f"{module.path}."
+    below = [one.path for one in profile.modules if one.path.startswith(start)]
+    leaves = {
+        path
+        for path in below
+        if "." not in path.removeprefix(start) and not any(other.startswith(f"{path}.") for other in below)
+    }
+    return [row for row in profile.operators if row.module == module.path or row.module in leaves]
 
 
 def _scores(row: OperatorRow) -> list[int]:

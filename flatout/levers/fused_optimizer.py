@@ -60,7 +60,10 @@ class FusedOptimizer(Lever):
                 return _switch(optimizer, str(value), subject.reporter(self.name))
             is_so_already = all(group.get(str(value)) for group in optimizer.param_groups)
             if not subject.any_model and not is_so_already:  # a script may have others that it fits
-                why = seen.obstacle or f"{seen.kind} has no {value} implementation for these parameters and settings"
+                why = f"{seen.kind} has no {value} implementation for these parameters and settings"
+                if value == "fused" and _loses_updates(optimizer):
+                    why = "on a CPU torch's fused SGD leaves weights in 16 bits as they are"
+                why = seen.obstacle or why
                 subject.note_incident(self.name, why)
             return None
 
@@ -241,6 +244,7 @@ def see_optimizer(optimizer: Optimizer) -> OptimizerSeen:
         can_fuse=kind in fusable
         and "fused" in groups[0]
         and all(_is_dense(p) for p in parameters)
+        and not _loses_updates(optimizer)
         and (kind is not torch.optim.Adagrad or all(p.device.type == "cpu" for p in parameters)),
         can_foreach=kind.__module__.startswith("torch.optim")
         and "foreach" in groups[0]
@@ -258,6 +262,15 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _loses_updates(optimizer: Optimizer) -> bool:
+    """Is it an SGD whose fused kernel does not store what it computes? On a CPU that is so in 16 bits, but for the few
+    elements that fill no vector (https://github.com/pytorch/pytorch/issues/191763, in torch 2.12 and 2.13)."""
+    import torch
+
+    in_16_bits = any(one.is_cpu and one.dtype.itemsize == 2 for one in parameters_of(optimizer))
+    return type(optimizer) is torch.optim.SGD and in_16_bits
 
 
 def _holds_tensor(value: object) -> bool:

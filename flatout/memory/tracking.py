@@ -45,6 +45,8 @@ from flatout.torch_private.tensors import is_view, storage_identity, stored_part
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Lines of torch and of Flatout are not the user's."""
+WITHOUT_STORAGE = (RuntimeError, NotImplementedError, ValueError)
+"""Raised where there is no storage to be seen: of sparse tensors, oneDNN's own layout, lazy parameters (ValueError)."""
 
 
 class HasParameters(Protocol):
@@ -171,7 +173,7 @@ class Tracker:
 
     def _enter_phase(self, phase: Phase) -> None:
         if phase != self._phase:
-            if self._phase == "forward" and phase == "backward":
+            if phase == "backward":
                 self._name_activations()
             if self._phase == "backward":
                 self._name_gradients()
@@ -284,7 +286,7 @@ class Tracker:
     def _see_plain(self, tensor: Tensor, operation: str, size_bytes: int) -> None:
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse, oneDNN's own layout: no storage to be seen
+        except WITHOUT_STORAGE:
             return
         key, shown = storage_identity(storage), storage.nbytes()
         known = self._alive.get(key)
@@ -399,8 +401,8 @@ class Tracker:
             if number != self._node[0]:
                 self._node = number, len(self._allocations)
             return
-        self._enter_phase("optimizer" if self._in_optimizer else "forward")
-        if self._in_optimizer or not torch.is_grad_enabled():
+        self._enter_phase("optimizer" if self._in_optimizer and not self._modules else "forward")  # else in a closure
+        if not torch.is_grad_enabled():
             return
         number = next_node_number()
         if number == self._newest_number:
@@ -499,7 +501,7 @@ def identity(tensor: Tensor) -> int:
     """That of its storage; 0 where there is none to be seen."""
     try:
         return storage_identity(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):
+    except WITHOUT_STORAGE:
         return 0
 
 

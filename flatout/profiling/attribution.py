@@ -2,7 +2,8 @@
 
 Both see the same calls in the same order, as long as steps are alike: the i-th call of an operator with certain shapes
 in one window belongs to the i-th in the other. Where shapes differ from step to step, names alone are compared, and
-FLOPs are then counted from the profiler's own shapes where that is possible.
+FLOPs are then counted from the profiler's own shapes where that is possible. Under vmap the profiler sees each call
+twice, with the shapes of one example and inside that with those of the batch; only these are followed.
 """
 
 from __future__ import annotations
@@ -138,17 +139,18 @@ class _Attribution:
     def _match(self) -> None:
         backward = [False] * len(self._events)
         for number, event in enumerate(self._events):
+            backward[number] = event.backward or (event.parent is not None and backward[event.parent])
+        batched = self._batched(backward)
+        for number, event in enumerate(self._events):
             parent = event.parent
             if parent is not None:
-                backward[number] = backward[parent]
                 self._inside[parent] += event.seconds
                 self._top[number] = self._top[parent]
-            backward[number] |= event.backward
             if self._top[number] is not None or event.annotation:
                 continue
             found = next(self._exact.get((backward[number], event.name, event.shapes), _NO_TURN), None)
             exact = found is not None
-            if found is None:
+            if found is None and number not in batched:
                 found = next(self._by_name.get((backward[number], event.name), _NO_TURN), None)
             if found is not None:
                 self._top[number], self._matched_by_name[number] = number, not exact
@@ -167,6 +169,21 @@ class _Attribution:
             elif self._where[number] is None and event.parent is not None and self._top[number] is None:
                 above = self._where[event.parent]
                 self._where[number] = _Where(phase=above.phase) if above is not None else None
+
+    def _batched(self, backward: Sequence[bool]) -> set[int]:
+        """Calls under vmap: each has the shapes of one example, and inside it an operator of its class (for `mm`, maybe
+        `bmm`) takes the whole batch, as it was followed."""
+        found = set()
+        for number, event in enumerate(self._events):
+            if event.parent is None or (backward[number], event.name, event.shapes) not in self._exact:
+                continue
+            kind = operator_class(event.name)
+            above: int | None = event.parent
+            while above is not None:
+                if operator_class(self._events[above].name) == kind:
+                    found.add(above)
+                above = self._events[above].parent
+        return found
 
     def _fill(self) -> None:
         """An operator that only calls others belongs where the first of them does; device time goes to the top."""

@@ -286,8 +286,9 @@ class Windows:
             self.reasons.setdefault("lines", NO_FILE)
         if attributed.by_name_share > MUCH_APPROXIMATE:
             self.notes.append(
-                f"shapes differ from step to step: modules and lines of {attributed.by_name_share:.0%} of the time of "
-                "operators are by the order of calls alone"
+                "the profiler saw other shapes than were followed (they change from step to step, or vmap hides the "
+                f"batch): modules and lines of {attributed.by_name_share:.0%} of the time of operators are by the "
+                "order of calls alone"
             )
         elif attributed.unknown_share > 2 * MUCH_APPROXIMATE:
             self.notes.append(

@@ -95,6 +95,7 @@ class BehaviourWatch:
         self._compiling_before: float | None = None
         self._allocations_before: int | None = None
         self._debug: tuple[str, ...] = ()
+        self._seeded = False
         self._starts: list[tuple[float, int, tuple[str, int]]] = []
         self._waiting: tuple[float, DataLoader[object]] | None = None
         self._start_seconds: list[float] = []
@@ -143,6 +144,7 @@ class BehaviourWatch:
         self._forward.steps = self._steps
         self._guard(self._note_first_batch)
         self._guard(self._note_unused)
+        self._seeded |= _is_seeded()  # here too: a seed may hold only while a library trains, under fork_rng
         if self._steps <= HELD_STEPS:
             self._hold()
         if not self._kept.done:
@@ -336,7 +338,7 @@ class BehaviourWatch:
             scaler=update.scaler,
             anomaly=update.anomaly,
             debug=self._debug,
-            seeded=torch.initial_seed() < LEAST_SEED and torch.initial_seed() != UNSEEDED,
+            seeded=self._seeded or _is_seeded(),
             denormal_share=self._work.denormal_share if self._work is not None else None,
             denormal_slowdown=self._work.denormal_slowdown if self._work is not None else None,
             denormal_lines=tuple(self._places.line(place) for place, _ in self._denormals.most_common(DENORMAL_LINES)),
@@ -463,3 +465,10 @@ def _by_users_line(places: Places) -> Counter[tuple[str, tuple[str, int]]]:
         if own is not None:
             counts[reason.strip().partition("\n")[0][:200], own] += 1
     return counts
+
+
+def _is_seeded() -> bool:
+    """Did anybody choose the seed of torch's generator?"""
+    import torch
+
+    return torch.initial_seed() < LEAST_SEED and torch.initial_seed() != UNSEEDED

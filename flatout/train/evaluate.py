@@ -141,8 +141,11 @@ class _Totals:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Number, Number]] = {}
         self._gathered: dict[str, Gathered] = {}
+        self._empty = False
+        """Was there a batch of which metrics returned no figure?"""
 
     def add(self, figures: Mapping[str, object], batch: object) -> None:
+        self._empty = self._empty or not figures
         for name, value in figures.items():
             if isinstance(value, OverAll):
                 if name not in self._gathered:
@@ -174,6 +177,9 @@ class _Totals:
     def figures(self) -> dict[str, float]:
         """Waits for the device."""
         if not self._sums and not self._gathered:
+            if self._empty:
+                limit = "it returns a dict with a name for each figure"
+                raise UsageError("metrics returned an empty dict", limit=limit, remedy=_REMEDY)
             raise UsageError("there is no batch to evaluate", limit="at least one batch is needed")
         negative = next((name for name, (_, count) in self._sums.items() if float(count) < 0), None)
         if negative is not None:

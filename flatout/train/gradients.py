@@ -48,7 +48,8 @@ class GradientStep:
         self._name_of = name_of
         self.may_skip = fp16 or nonfinite is not None
         """Is a step skipped whose gradient is not finite?"""
-        self._known_dense = False
+        self._dense = 0
+        """So many gradients of the last step are known to be dense: more come with a layer that is unfrozen."""
         device = self.parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
@@ -93,9 +94,9 @@ class GradientStep:
         if self.clip_norm is not None or self.nonfinite is not None:
             parameters = self.parameters
             gradients = [one.grad for one in parameters if one.grad is not None]
-            if not self._known_dense and any(one.is_sparse for one in gradients):
+            if len(gradients) != self._dense and any(one.is_sparse for one in gradients):
                 raise self._sparse_error()
-            self._known_dense = True
+            self._dense = len(gradients)
             self.norm = total_norm(gradients) if self._norm_of is None else self._norm_of(parameters)
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, self.norm)
@@ -163,3 +164,16 @@ def check_clip_norm(value: float | None) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (number and 0 < value < math.inf):
         raise UsageError(f"clip_norm is {value!r}", limit="it is a finite number above 0, or None")
+
+
+def check_scalable(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
+    """UsageError for a parameter whose gradient torch's loss scaling does not take."""
+    import torch
+
+    for one in parameters_of(optimizer):
+        if one.dtype == torch.float16 or one.is_complex():
+            raise UsageError(
+                f"precision is 'fp16', and {name_of(one) or 'a parameter'} is {str(one.dtype).removeprefix('torch.')}",
+                limit="it scales the loss, and torch cannot unscale gradients that are fp16 or complex",
+                remedy="keep the weights in fp32, or use another precision",
+            )

@@ -190,7 +190,7 @@ class SameLengths:
         import torch
         from torch import distributed
 
-        seen = torch.tensor([int(ended), int(not ended)])
+        seen = torch.tensor([int(ended), int(not ended)], device="cpu")
         distributed.all_reduce(seen, distributed.ReduceOp.MAX, group=self._group)
         if bool(seen.all()):
             raise UsageError(

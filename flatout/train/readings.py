@@ -91,7 +91,7 @@ class HostCopy:
         self._host = values
         event: torch.cuda.Event | None = None
         if values.device.type == "cuda":
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(values.device))  # the current device may be another one

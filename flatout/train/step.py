@@ -46,7 +46,7 @@ from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call, not_in_fp32
 from flatout.precision.recurrent import lstm_gradients_right
-from flatout.train.gradients import GradientStep, check_clip_norm
+from flatout.train.gradients import GradientStep, check_clip_norm, check_scalable
 from flatout.train.loss import CountTerms, LossFn, as_terms, own_metrics, terms_or_none
 from flatout.train.loss_parts import LossParts, Number, as_figure, check_loss, detached, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
@@ -131,6 +131,8 @@ class TrainStep:
         if self.plan.optimizer_in_backward:
             ranks = 1 if self.group is None else self.group.size()
             check_in_backward(optimizer, model, clip_norm=clip_norm, ranks=ranks)
+        if self.plan.precision == "fp16":
+            check_scalable(optimizer, name_of=functools.partial(_name_in, model))
         self._apply_levers()
         stepped: Any = optimizer  # a LowBitOptimizer takes its place without being a subclass
         if self.plan.optimizer_state is not None:

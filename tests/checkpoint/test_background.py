@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -11,13 +12,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from flatout.checkpoint import folder as folder_module
 from flatout.checkpoint.background import BackgroundWork, HostCopies
+from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.errors import MachineError, UsageError
+from tests.odd_defaults import odd_defaults
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,3 +198,16 @@ def test_threads_that_save_at_once_take_turns(tmp_path: Path, asynchronous: bool
     for first in (0, 100, 200):
         for step in range(first, first + 5):
             assert bool((checkpoints.at(step).load()["model"]["a"] == step).all())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_stay_on_the_cpu_whatever_the_default_device_is(tmp_path: Path, asynchronous: bool) -> None:
+    weight = torch.arange(12.0).view(3, 4)
+    extra = {"transposed": weight.t(), "part": weight[1:], "row": weight[1], "none": np.zeros(0)}
+    with odd_defaults():
+        with contextlib.closing(Checkpoints(tmp_path / "run", asynchronous=asynchronous)) as checkpoints:
+            checkpoints.save(capture(extra=extra), step=1)
+        loaded = Checkpoints(tmp_path / "run").load()
+    assert loaded is not None
+    found: Any = loaded.state["extra"]
+    assert all(torch.equal(found[name], value) for name, value in extra.items() if isinstance(value, torch.Tensor))

@@ -33,6 +33,7 @@ from flatout.data.sources import Whole
 from flatout.data.workers import Pacing, start_method
 from flatout.errors import UsageError
 from flatout.plan import Plan
+from tests.odd_defaults import odd_defaults
 
 NUMBERS = torch.arange(103)
 
@@ -175,6 +176,7 @@ def test_a_loader_gives_its_data_size_order_and_collation() -> None:
     assert [batch[0].tolist() for batch in again] == first
     collated = batches(DataLoader(list(range(9)), batch_size=3, collate_fn=lambda samples: sum(samples)))
     assert list(collated) == [3, 12, 21]
+    assert list(batches(DataLoader(list(range(5)), batch_size=3, collate_fn=tuple))) == [(0, 1, 2), (3, 4)]
 
 
 def test_a_stream_is_taken_up_at_its_position() -> None:
@@ -670,3 +672,25 @@ def test_samples_of_a_batch_that_failed_are_in_the_next_one() -> None:
     with pytest.raises(OSError, match="not now"):
         next(iter(source))
     assert found + [i for batch in source for i in batch.tolist()] == list(range(1, 13))
+
+
+LINE = TensorDataset(torch.arange(24.0))
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (LINE, {"batch_size": 5}),
+        (LINE, {"batch_size": 5, "shuffle": False}),
+        (LINE, {"length": [1, 2, 3] * 8, "tokens": 9}),
+        (DataLoader(LINE, 5, sampler=range(23, -1, -1)), {}),
+        (DataLoader(LINE, batch_sampler=[[3, 4], [9]]), {}),
+    ],
+)
+def test_the_order_is_on_the_cpu_whatever_the_default_device_is(data: Any, options: dict[str, Any]) -> None:
+    def epoch() -> list[float]:
+        return [value for (batch,) in batches(data, seed=1, **options) for value in batch.tolist()]
+
+    plain = epoch()
+    with odd_defaults():
+        assert epoch() == plain

@@ -24,6 +24,7 @@ from flatout.data.nested import (
 )
 from flatout.data.prefetch import _map_plain
 from flatout.errors import UsageError
+from tests.odd_defaults import odd_defaults
 
 Point = namedtuple("Point", "x y")
 
@@ -160,3 +161,9 @@ def test_sizes_that_differ_are_named_before_more_that_do_not() -> None:
     graph = {"adjacency": x, "x": x, "y": x, "mask": x, "edges": torch.ones(2, 30)}
     with pytest.raises(UsageError, match=r"first size: batch\['adjacency'\] has 6, batch\['edges'\] has 2;"):
         batch_length(graph)
+
+
+def test_samples_are_repeated_whatever_the_default_device_is() -> None:
+    with odd_defaults():
+        repeated = repeat_batch(torch.arange(3, device="cpu"), 5)
+    assert repeated.tolist() == [0, 1, 2, 0, 1]

@@ -268,6 +268,13 @@ SCORES = (operator(name="aten::_softmax", operator_class="softmax", module="Net.
 TORCHS_ATTENTION = operator(
     name="aten::scaled_dot_product_attention", operator_class="attention", module="Net.attn", seconds=0.0001
 )
+AROUND = (
+    *ATTENTION,
+    replace(ATTENTION[0], path="Net.attn.block", kind="Block", depth=2),
+    replace(ATTENTION[0], path="Net.attn.block.attend", kind="Attend", depth=3),
+)
+"""A module whose code names a softmax and products, around another that computes attention."""
+AROUND_SCORES = (replace(SCORES[0], module="Net.attn.block.attend"),)
 POINTWISE = operator(name="aten::mul", operator_class="pointwise", module="Net.attn", seconds=0.02)
 NORMS = (ModuleRow(path="Net.norm", kind="Norm", depth=1, calls=1, forward_seconds=0.01, backward_seconds=0.01),)
 SIMPLE_NORM = replace(NORMS[0], forward_seconds=0.001, backward_seconds=0.001)
@@ -746,6 +753,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=(replace(SCORES[0], seconds=0.001),))),
             facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=(*SCORES, TORCHS_ATTENTION))),
             facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=(POINTWISE,))),
+            facts(observed=BY_HAND, profile=profile(modules=AROUND, operators=AROUND_SCORES)),
         ],
     ),
     "hand-written-layer": (
@@ -1023,3 +1031,10 @@ def test_no_seed_names_a_line_that_draws_from_torchs_generator() -> None:
     finding = check_of("no-seed")(facts(behaviour=behaviour(seeded=False), source=source(text)))
     assert finding is not None
     assert [line for _, line, _ in finding.lines] == [3]
+
+
+def test_the_advice_for_attention_does_not_make_it_causal_by_itself() -> None:
+    given, *_ = CASES["unfused-attention"][0]
+    found = check_of("unfused-attention")(given)
+    assert found is not None
+    assert "is_causal=True if later positions are masked" in found.remedy

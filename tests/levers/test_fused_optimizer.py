@@ -145,3 +145,24 @@ def test_a_step_says_where_the_optimizer_stays_as_it_is() -> None:
     assert "Adam has no foreach implementation" in why
     ((_, why),) = rolled_back(lambda p: torch.optim.Adam(p, foreach=False), "fused")
     assert "was built with fused or foreach set" in why
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fused_sgd_is_not_used_where_it_stores_nothing(dtype: torch.dtype) -> None:
+    def trained(plan: Plan) -> tuple[Tensor, TrainStep]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64, dtype=dtype)
+
+        def loss_fn(model: torch.nn.Module, batch: Tensor) -> Tensor:
+            loss: Tensor = model(batch).float().square().mean()
+            return loss
+
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.5, momentum=0.9), loss_fn, plan)
+        for _ in range(3):
+            step(torch.randn(8, 64).to(dtype))
+        return model.weight.detach(), step
+
+    (plain, _), (planned, step) = trained(Plan()), trained(Plan(optimizer="fused"))
+    assert torch.equal(planned, plain)
+    ((_, why),) = step.rolled_back
+    assert why == "on a CPU torch's fused SGD leaves weights in 16 bits as they are"

@@ -62,6 +62,36 @@ def test_phases_modules_and_categories() -> None:
     assert (backward.phase, backward.module, backward.line) == ("backward", "1", tanh.line)
 
 
+def test_a_closure_that_the_optimizer_calls_is_no_part_of_its_update() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    inputs = torch.randn(32, 8)
+
+    def closure() -> float:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    with Tracker() as tracker:
+        tracker.model = model
+        optimizer.step(closure)
+    found = tracker.timeline().allocations
+    tanh = next(one for one in found if one.operation == "tanh.default")
+    assert (tanh.phase, tanh.module, tanh.category) == ("forward", "1", "activations")
+    backward = next(one for one in found if one.operation == "tanh_backward.default")
+    assert (backward.phase, backward.module, backward.line) == ("backward", "1", tanh.line)
+    assert any(one.phase == "optimizer" and one.category == "optimizer" for one in found)
+
+
+def test_weights_of_a_lazy_layer_are_held_from_its_first_forward_on() -> None:
+    with Tracker() as tracker:
+        layer = nn.LazyLinear(4, bias=False)
+        tracker.hold(layer.parameters(), "weights")
+        assert tracker.held_bytes == 0
+        layer(torch.empty(1, 1000))
+        assert tracker.held_bytes == 4 * 4000
+
+
 def test_a_limit_raises_out_of_memory() -> None:
     with Tracker(limit_bytes=5000), pytest.raises(torch.OutOfMemoryError, match="8000 bytes"):
         torch.ones(2000)

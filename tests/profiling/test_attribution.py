@@ -104,6 +104,23 @@ def test_other_shapes_are_matched_by_name_and_counted_by_their_own() -> None:
     assert (found.by_name_share, found.unknown_share) == (1, 0)
 
 
+def test_under_vmap_the_operator_on_the_whole_batch_counts() -> None:
+    batch = ((8, 2, 16), (8, 16, 4))
+    recording = Recording(
+        events=(
+            event("aten::mm", 0, 4, None, ((2, 16), (16, 4))),  # of one example
+            event("aten::matmul", 1, 4, 0, batch),
+            event("aten::bmm", 1, 3, 1, batch),
+        )
+    )
+    found = attribute(recording, [followed("aten::bmm", batch, 10, flops=2048.0), *ONE_STEP], steps=1, on_gpu=False)
+    rows = {row.name: row for row in found.operators}
+    assert (rows["aten::bmm"].flops, rows["aten::bmm"].seconds) == (2048.0, 2.0)
+    assert (rows["aten::mm"].flops, rows["aten::mm"].seconds) == (None, 1.0)  # what is left of it
+    assert {row.line.rpartition(":")[2] for row in found.operators} == {"10"}
+    assert (found.by_name_share, found.unknown_share) == (0, 0)
+
+
 def test_what_nothing_matches_has_the_phase_of_its_label() -> None:
     recording = Recording(
         events=(

@@ -911,6 +911,24 @@ def test_layers_made_in_forward(inside: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("under_fork_rng", [True, False])
+def test_a_seed_that_holds_only_while_a_library_trains_is_one(under_fork_rng: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    watch = BehaviourWatch(str(HERE.parent))
+    with torch.random.fork_rng():
+        torch.seed()
+        with torch.random.fork_rng():
+            if under_fork_rng:
+                torch.manual_seed(1)
+            watch.start(Subject(training_only=True))
+            for number in range(3):
+                healthy(model, optimizer)(number)
+                watch.step_ended()
+        watch.stop()
+        assert watch.result().seeded is under_fork_rng
+
+
 @pytest.mark.parametrize(
     ("what", "fires"), [("loss", True), ("sum", True), ("in place", True), ("number", False), ("deque", False)]
 )

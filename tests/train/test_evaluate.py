@@ -55,6 +55,8 @@ def test_bad_input_is_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="no batch to evaluate"):
         evaluate(model, [], lambda model, batch: {})
+    with pytest.raises(UsageError, match="metrics returned an empty dict; it returns a dict with a name for each"):
+        evaluate(model, [torch.zeros(1, 2)], lambda model, batch: {})
     with pytest.raises(UsageError, match="metrics returned a Tensor"):
         evaluate(model, [torch.zeros(1, 2)], lambda model, batch: model(batch))  # type: ignore[arg-type, return-value]
 

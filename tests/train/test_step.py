@@ -217,6 +217,12 @@ def test_sparse_gradients_have_no_common_norm(options: dict[str, Any]) -> None:
         step(batch)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()))(batch)
+    model[0].requires_grad_(False)
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), **options)
+    step(batch)
+    model[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"the gradient of 0.weight is sparse"):
+        step(batch)
 
 
 def test_a_step_takes_up_where_another_left() -> None:
@@ -550,3 +556,13 @@ def test_gradients_are_freed_by_whatever_the_optimizers_zero_grad_is(monkeypatch
     plain(batch)
     assert len(freed) == 2
     assert torch.equal(plain.model.weight.grad, torch.full((1, 2), 4.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_gradients_that_loss_scaling_does_not_take_are_refused(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5, dtype=dtype))
+    with pytest.raises(UsageError, match=f"precision is 'fp16', and 1.weight is {str(dtype)[6:]}.*keep the weights"):
+        with_step(model, [], Plan(precision="fp16"))
+    model[1].requires_grad_(False)
+    trained = torch.optim.SGD(model[0].parameters(), 0.1)
+    TrainStep(model, trained, supervised(nn.CrossEntropyLoss()), Plan(precision="fp16")).close()

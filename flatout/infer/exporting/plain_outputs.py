@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from flatout.infer.exporting.report import ExportFailure, NotExported
 
@@ -22,9 +23,18 @@ def with_plain_outputs(model: nn.Module, notes: list[str]) -> nn.Module:
 
     The same objects, not copies; changes are added to `notes`. The module itself is not changed.
     """
-    shallow = copy.copy(model)
+    shallow = _shallow_copy(model)
     shallow._forward_hooks = OrderedDict(model._forward_hooks)
     shallow.register_forward_hook(lambda _module, _inputs, output: plain(output, notes))
+    return shallow
+
+
+def _shallow_copy(model: nn.Module) -> nn.Module:
+    """copy.copy(model), also of a module with a parametrization of its own: torch refuses to give its state."""
+    if not parametrize.is_parametrized(model):
+        return copy.copy(model)
+    shallow = type(model).__new__(type(model))
+    vars(shallow).update(vars(model))
     return shallow
 
 

@@ -130,3 +130,9 @@ def test_a_long_name(tmp_path: Path) -> None:
 
 def test_an_error_of_the_system_without_a_file_names_none() -> None:
     assert failure_of(OSError(28, "No space left on device")).what == "No space left on device"
+
+
+def test_a_parametrized_module(tmp_path: Path) -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+    assert export(model, torch.ones(3, 4), tmp_path / "net").ok
+    assert not model._forward_hooks
