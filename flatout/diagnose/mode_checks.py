@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
+from flatout.profiling.profile import OperatorRow
 from flatout.script.behaviour_seen import ForwardSeen
 
 LEAST_CALLS = 3
@@ -14,6 +15,9 @@ ALTERNATING = 0.5
 so between its updates."""
 FINITE = ("aten::isnan", "aten::isinf", "aten::isfinite")
 LEAST_FINITE, FINITE_SHARE, FINITE_CALLS = 10, 0.05, 0.1
+MOST_IN_CHECK = 15
+"""Operators of a line for each check that it makes, which take apart, compare, reduce and read. A line with more does
+other work: it calls a library that checks what it computes."""
 RANDOM = (
     *(f"torch.{name}" for name in ("randn", "rand", "randint", "randperm", "normal", "bernoulli")),
     *("random_split", "DataLoader", "Linear", "Conv1d", "Conv2d", "Embedding", "LSTM", "GRU", "Transformer"),
@@ -165,7 +169,8 @@ def anomaly_mode(facts: Facts) -> Seen | None:
 @check(
     means="A setting for debugging is on that makes each step slower, or values are checked for NaN all over a model.",
     needs="the setting was in force in the steps that were watched; or lines that call isnan, isinf or isfinite 10 "
-    "times a step or more take 5 % of it, or a tenth of its operators",
+    "times a step or more take 5 % of it, or a tenth of its operators (of a line that does other work too, as where it "
+    "calls a library, the checks alone count)",
     if_wrong="the bug it was meant to catch goes unnoticed",
 )
 def debug_mode(facts: Facts) -> Seen | None:
@@ -189,13 +194,14 @@ def debug_mode(facts: Facts) -> Seen | None:
 
 
 def _finite_checks(facts: Facts) -> Seen | None:
-    """By what the lines that make them call, such as `assert torch.isfinite(x).all()` in a hook of every module."""
+    """By what the lines that make them call, such as `assert torch.isfinite(x).all()` in a hook of every module; where
+    a line does other work too, by the checks alone."""
     profile = facts.profile
     if profile is None or not profile.operator_calls or facts.seen.anomaly:  # that mode makes such checks too
         return None
     checks = [row for row in profile.operators if row.name in FINITE and row.line]
     lines, calls = {row.line for row in checks}, sum(row.calls for row in checks)
-    there = [row for row in profile.operators if row.line in lines]
+    there = [row for line in lines for row in _of_checks([row for row in profile.operators if row.line == line])]
     cost, share = sum(row.seconds for row in there), facts.share(sum(row.seconds for row in there)) or 0.0
     many = sum(row.calls for row in there) >= FINITE_CALLS * profile.operator_calls
     if calls < LEAST_FINITE or not (many or share >= FINITE_SHARE):
@@ -208,6 +214,13 @@ def _finite_checks(facts: Facts) -> Seen | None:
         cost_seconds=cost,
         lines=where([known for line in sorted(lines) if (known := source_line(line)) is not None]),
     )
+
+
+def _of_checks(rows: list[OperatorRow]) -> list[OperatorRow]:
+    """Of the operators of a line that checks for NaN or infinity: those that belong to that."""
+    checks = [row for row in rows if row.name in FINITE]
+    alone = sum(row.calls for row in rows) <= MOST_IN_CHECK * sum(row.calls for row in checks)
+    return rows if alone else checks
 
 
 @check(

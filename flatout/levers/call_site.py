@@ -143,8 +143,9 @@ def _site_before(block: Sequence[ast.stmt], index: int, where: str) -> Site:
     while index > 0 and _call(block[index], "step") is not None:
         index -= 1
     if _call(block[index], "backward") is None:
-        said = "nothing" if _call(block[index], "step") is not None else _short(block[index])
-        return Site(obstacle=f"{where}: {said} comes before the optimizer's step, not backward()")
+        if _call(block[index], "step") is not None:
+            return Site(obstacle=f"{where}: the optimizer's step comes first in its block, not backward()")
+        return Site(obstacle=f"{where}: {_short(block[index])} comes before the optimizer's step, not backward()")
     return _site_in(block, index, where)
 
 

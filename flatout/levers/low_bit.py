@@ -46,8 +46,11 @@ def low_bit_obstacle(optimizer: Optimizer) -> str | None:
     """Why this optimizer's state cannot be held in 8 bits; None if it can."""
     import torch
 
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return f"the optimizer is {type(optimizer).__name__}, not torch.optim.Adam or AdamW"
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        namesake = kind.__name__ in ("Adam", "AdamW")
+        name = f"{kind.__module__}.{kind.__name__}" if namesake else kind.__name__
+        return f"the optimizer is {name}, not torch.optim.Adam or AdamW"
     for group in optimizer.param_groups:
         if any(group.get(name) for name in ("amsgrad", "maximize", "differentiable")):
             return "the optimizer has amsgrad, maximize or differentiable set"

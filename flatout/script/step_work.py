@@ -21,6 +21,7 @@ from flatout.levers.observed import StepWork
 from flatout.operator_bytes import tensors_among
 from flatout.torch_private.attributes import packet_of
 from flatout.torch_private.dispatch import ListeningMode, without_torch_function
+from flatout.torch_private.tensors import is_zero_tensor
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -94,8 +95,8 @@ class _WorkMode(ListeningMode):
             return
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
             return
-        if not tensor.untyped_storage().nbytes():
-            return  # FSDP2 frees weights that it has gathered
+        if is_zero_tensor(tensor) or not tensor.untyped_storage().nbytes():
+            return  # no memory to read: FSDP2 frees weights that it has gathered
         values = _sampled(tensor.detach())
         self.looked_at += values.numel()
         self.denormal += int(((values != 0) & (values.abs() < TINY)).sum())

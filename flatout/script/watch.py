@@ -519,7 +519,7 @@ class Watch:
             self.subject.note_training(module)
             self.subject.modules.add(module)
             self._see_loader()
-        else:
+        elif self.steps:  # before, a script may evaluate with its weights frozen for a while
             self._without_weights.add(module)
 
     def _see_loader(self) -> None:

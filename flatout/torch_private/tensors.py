@@ -25,6 +25,10 @@ tensor_users: Callable[[Tensor], int] = private("torch.Tensor._use_count")
 is_view: Callable[[Tensor], bool] = private("torch.Tensor._is_view")
 """True if autograd treats it as a view; no public equivalent."""
 
+is_zero_tensor: Callable[[Tensor], bool] = private("torch.Tensor._is_zerotensor")
+"""True for the zeros that forward-mode differentiation takes for missing tangents: there is no memory behind their
+storage, whatever its size, and to read them under a dispatch mode ends the process. No public equivalent."""
+
 sparse_indices: Callable[[Tensor], Tensor] = private("torch.Tensor._indices")
 sparse_values: Callable[[Tensor], Tensor] = private("torch.Tensor._values")
 """The components of a sparse tensor; the public `indices` and `values` fail unless it is coalesced."""

@@ -119,6 +119,8 @@ FINITE = tuple(
     operator(name=name, operator_class="other", calls=40, seconds=0.001, line="train.py:12")
     for name in ("aten::isfinite", "aten::all")
 )
+SOLVER = operator(name="aten::mul", operator_class="pointwise", calls=3000, seconds=0.08, line="train.py:12")
+"""Of a line that calls a library, which checks for NaN now and then."""
 BY_ELEMENT = operator(name="aten::item", operator_class="other", calls=640, seconds=0.019, line="train.py:12")
 UNBIND = operator(
     name="aten::unbind", operator_class="other", calls=1, seconds=0.019, shapes="[100]", line="train.py:12"
@@ -560,6 +562,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
         [
             facts(behaviour=behaviour(), profile=profile(operators=FINITE, operator_calls=9e4)),
+            facts(behaviour=behaviour(), profile=profile(operators=(*FINITE, SOLVER), operator_calls=3100.0)),
             facts(behaviour=behaviour(anomaly=True), profile=profile(operators=FINITE, operator_calls=300.0)),
             facts(
                 behaviour=behaviour(), profile=profile(operators=(replace(FINITE[0], line=""),), operator_calls=300.0)

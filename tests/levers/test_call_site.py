@@ -129,8 +129,8 @@ def test_a_step_without_its_backward_pass_before_it(tmp_path: Path, sites: list[
     run(tmp_path, "loss().backward()\nprint('')\noptimizer.step()\n")
     assert "`print('')` comes before the optimizer's step" in sites[-1][1].obstacle
     sites.clear()
-    run(tmp_path, "optimizer.step()\n")
-    assert sites[0][1].obstacle
+    run(tmp_path, "def go():\n    optimizer.step()\ngo()\n")
+    assert "the optimizer's step comes first in its block" in sites[0][1].obstacle
 
 
 def test_a_file_that_was_edited_since_is_not_believed(tmp_path: Path, sites: list[tuple[str, FoundSite]]) -> None:

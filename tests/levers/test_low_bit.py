@@ -178,6 +178,12 @@ def test_without_torchao_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) ->
         TrainStep(net, optimizer, LOSS, PLAN)
 
 
+def test_a_namesake_of_torchs_optimizer_is_told_from_it() -> None:
+    namesake = type("AdamW", (torch.optim.AdamW,), {"__module__": "library.optimizers"})
+    found = low_bit_obstacle(namesake(model().parameters()))
+    assert found == "the optimizer is library.optimizers.AdamW, not torch.optim.Adam or AdamW"
+
+
 def test_a_kernel_that_does_not_compile_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     import torchao.optim.adam
 

@@ -42,6 +42,15 @@ def test_weights_whose_memory_was_freed_are_not_read() -> None:
     assert finish().operations_per_step == 1
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own rules for the derivatives
+def test_the_zeros_of_forward_mode_are_not_read() -> None:
+    """They have no memory: reading them would end the process."""
+    weight = torch.randn(4, requires_grad=True)
+    finish = follow_step()
+    torch.func.jvp(lambda x: x * weight, (torch.ones(4),), (torch.ones(4),))
+    assert finish().denormal_share == 0
+
+
 def test_inference_mode_hides_nothing() -> None:
     model = nn.Linear(8, 4)
     finish = follow_step()

@@ -328,6 +328,19 @@ def test_a_teacher_belongs_to_the_step_and_an_averaged_model_to_evaluation() -> 
     assert evaluated == [0, 5, 15]  # in the first step it is not known yet
 
 
+def test_a_model_that_is_evaluated_with_its_weights_frozen_first_is_known(runner: Runner) -> None:
+    """As a solver of differential equations is, whose residuals need gradients of the inputs in evaluation too."""
+    model = net()
+    model.requires_grad_(False)
+    model(batch().requires_grad_())
+    model.requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(batch()).mean().backward()
+        optimizer.step()
+    assert model in runner.watch.subject.modules
+
+
 def test_losses_and_random_numbers_are_the_same() -> None:
     def train() -> list[Any]:
         torch.manual_seed(1)
