@@ -211,11 +211,11 @@ class _Terms:
         of_hidden = torch.empty_like(self.hidden, dtype=self.fine) if hidden else None
         classes, width = self.weight.shape
         weights = self.weight.to(self.fine) if hidden else self.weight
-        of_weight = torch.zeros(self.rows, width, dtype=self.exact, device=self.weight.device) if weight else None
+        of_weight = torch.empty(self.rows, width, dtype=self.exact, device=self.weight.device) if weight else None
         of_bias = torch.zeros(self.rows, dtype=self.exact, device=self.weight.device) if bias else None
         gradient = hidden or weight or bias
         chunks = self._chunks_by_triton if self.by_triton else self._chunks
-        for part, by_score in chunks(chunk_bytes, scale, gradient=gradient):
+        for number, (part, by_score) in enumerate(chunks(chunk_bytes, scale, gradient=gradient)):
             if not gradient:
                 continue
             if of_bias is not None:
@@ -224,7 +224,9 @@ class _Terms:
             if of_hidden is not None:
                 torch.mm(by_score, weights, out=of_hidden[part])
             if of_weight is not None:
-                product(of_weight[:classes], by_score.T, self.hidden[part].to(self.fine), add=True)
+                product(of_weight[:classes], by_score.T, self.hidden[part].to(self.fine), add=number > 0)
+        if of_weight is not None:
+            of_weight[classes if len(self.hidden) else 0 :] = 0  # what pads the classes
         return of_hidden, of_weight, of_bias
 
     def _run_by_bf16_kernels(
@@ -256,17 +258,17 @@ class _Terms:
             scores = functional.linear(self.hidden[part], self.weight).to(self.exact)
             if self.bias is not None:
                 scores += self.bias.to(self.exact)
-            log_sum = scores.logsumexp(-1, keepdim=True)
-            losses = log_sum - (1 - self.smoothing) * scores.gather(1, targets)
+            scores = scores.log_softmax(-1)  # one pass, where logsumexp takes four
+            losses = (self.smoothing - 1) * scores.gather(1, targets)
             if self.smoothing:
                 losses -= self.smoothing * scores.mean(-1, keepdim=True)
             self.losses[part] = torch.where(valid, losses[:, 0], 0)
             if gradient:
-                scores.sub_(log_sum).exp_()
+                scores.exp_()
                 if self.smoothing:
                     scores -= self.smoothing / scores.shape[1]
-                scores.scatter_add_(1, targets, torch.full_like(log_sum, self.smoothing - 1))
-                scores.mul_(valid[:, None]).mul_(scale)
+                scores.scatter_add_(1, targets, torch.full_like(losses, self.smoothing - 1))
+                scores.mul_(valid[:, None] * scale)
             yield part, scores
 
     def _chunks_by_triton(self, chunk_bytes: int, scale: Tensor, *, gradient: bool) -> Iterator[tuple[slice, Tensor]]:

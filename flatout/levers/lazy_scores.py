@@ -316,7 +316,9 @@ _scores: Callable[[Tensor, Tensor, Tensor | None, Tensor], LazyScores] = _Scores
 
 
 class _MovedContext(NodeContext, Protocol):
-    before: Place
+    before: Place | None
+    """None: a backward pass has freed it. A loss holds its graph, and would hold the scores beyond the update, so that
+    the weights would be copied for them."""
     step: Step
 
 
@@ -331,10 +333,15 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(context: _MovedContext, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        before, (func, args, kwargs, _) = context.before, context.step
+        if not keeps_graph():
+            context.before = None
         if gradient is None:
             return None, None
-        func, args, kwargs, _ = context.step
-        before = context.before
+        if before is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: set retain_graph=True the first time"
+            )
         if MOVING[func] is log_softmax:
             values = before.plain("log_softmax")
         else:  # the gradient does not depend on the values

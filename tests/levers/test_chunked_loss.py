@@ -326,6 +326,24 @@ def test_the_scores_are_never_formed(loss: Loss, subject: Subject, monkeypatch: 
     results(loss, Model())
 
 
+@pytest.mark.parametrize("loss", FUSED)
+def test_an_update_copies_no_weights_for_a_loss_that_is_still_there(
+    loss: Loss, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[object] = []
+    monkeypatch.setattr("flatout.levers.lazy_scores.Source.keep", copied.append)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    subject.optimizers.add(optimizer)
+    value = loss(model, *batch())
+    value.backward()
+    gc.collect()
+    optimizer.step()
+    assert copied == []
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        value.backward()
+
+
 def test_what_they_say_of_themselves(subject: Subject) -> None:
     scores = Model()(batch()[0])
     assert isinstance(scores, Tensor)
