@@ -36,7 +36,7 @@ MOST_VALUES = 65_536
 if TYPE_CHECKING:
     from torch import Tensor
 
-Answer: TypeAlias = Any  # whatever the child sends
+Sent: TypeAlias = Any  # whatever the child sends
 T = TypeVar("T")
 
 _MISSING = "not installed"
@@ -124,12 +124,12 @@ class _Child:
     def process_id(self) -> int:
         return self._process.pid or 0
 
-    def ask(self, what: str) -> Answer:
+    def ask(self, what: str) -> Sent:
         with contextlib.suppress(OSError):  # it has ended: that is the answer
             self._here.send(what)
         return self.answer()
 
-    def answer(self) -> Answer:
+    def answer(self) -> Sent:
         try:
             kind, found = self._here.recv()
         except (EOFError, OSError):

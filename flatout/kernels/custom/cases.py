@@ -15,7 +15,7 @@ from typing import Literal
 from flatout.kernels.custom.argument_specs import FLOATS, TensorArgument
 from flatout.kernels.custom.definition import LAYOUTS, Definition
 from flatout.kernels.custom.footprint import Footprint, elements, shape_of
-from flatout.kernels.custom.result import Message
+from flatout.kernels.custom.result import CheckMessage
 
 Values = Literal["normal", "large", "zeros", "NaN", "infinite"]
 NONFINITE: tuple[Values, ...] = ("NaN", "infinite")
@@ -57,7 +57,7 @@ class Case:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Message) -> Case:
+    def from_json(cls, data: CheckMessage) -> Case:
         return cls(**{**data, "layouts": tuple(data["layouts"])})
 
 

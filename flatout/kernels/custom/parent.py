@@ -28,7 +28,7 @@ from flatout.environment import kernel_environment
 from flatout.errors import TrialError, UsageError
 from flatout.kernels.custom import doctor, sanitizer
 from flatout.kernels.custom.definition import split_target
-from flatout.kernels.custom.result import KernelCheck, KernelFailure, KernelProperty, KernelSpeed, Message
+from flatout.kernels.custom.result import CheckMessage, KernelCheck, KernelFailure, KernelProperty, KernelSpeed
 from flatout.kernels.custom.session import Asked
 from flatout.tracebacks import is_users_file
 
@@ -118,14 +118,14 @@ class Run:
     notes: list[str] = field(default_factory=list)
     speed_reason: str = ""
     extensions: list[str] = field(default_factory=list)
-    at: Message = field(default_factory=dict)
+    at: CheckMessage = field(default_factory=dict)
     """The last message of what was about to be done."""
     end: End | None = None
     """None: it came to its end."""
     errors: str = ""
     """What it wrote to stderr."""
 
-    def take(self, message: Message, progress: Progress) -> None:
+    def take(self, message: CheckMessage, progress: Progress) -> None:
         if "at" in message:
             self.at = message
             progress(message["text"] if message["at"] == "load" else f"{message['at']}: {message['text']}")
@@ -239,7 +239,7 @@ def _of_crash(asked: Asked, run: Run, progress: Progress) -> KernelProperty:
     return KernelProperty(name=check_name, verdict="failed", failed=1, failure=failure)
 
 
-def _narrowed(asked: Asked, run: Run, progress: Progress) -> tuple[Message, End]:
+def _narrowed(asked: Asked, run: Run, progress: Progress) -> tuple[CheckMessage, End]:
     """The smallest case that ends its process in the same way, as far as a few processes find one."""
     assert run.end is not None, "it crashed"
     best, end = run.at, run.end
@@ -258,7 +258,7 @@ def _narrowed(asked: Asked, run: Run, progress: Progress) -> tuple[Message, End]
     return best, end
 
 
-def _smaller(case: Message) -> Iterator[Message]:
+def _smaller(case: CheckMessage) -> Iterator[CheckMessage]:
     """Cases with smaller sizes and ordinary layouts, the smallest first. The child leaves out what is not allowed."""
     plain = {**case, "layouts": ["contiguous"] * len(case["layouts"]), "values": "normal"}
     found = [plain]

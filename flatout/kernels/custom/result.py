@@ -14,7 +14,7 @@ from flatout.timing import Measurement
 Verdict = Literal["passed", "failed", "noted", "skipped"]
 """noted: not as it might be, and no mistake; skipped: it was not looked at, for the reason in `text`."""
 
-Message: TypeAlias = dict[str, Any]
+CheckMessage: TypeAlias = dict[str, Any]
 """JSON, as the process of a check writes it."""
 
 
@@ -81,7 +81,7 @@ class KernelSpeed:
         return {**asdict(self), **parts, "share_of_ceiling": self.share_of_ceiling}
 
     @classmethod
-    def from_json(cls, data: Message) -> KernelSpeed:
+    def from_json(cls, data: CheckMessage) -> KernelSpeed:
         plain = {name: value for name, value in data.items() if name != "share_of_ceiling"}
         parts = {name: None if data[name] is None else kind.from_json(data[name]) for name, kind in _PARTS.items()}
         return cls(**{**plain, **parts})
