@@ -337,7 +337,7 @@ def _positive(name: str, value: object) -> float:
 
 
 def _keywords(document: dict[str, dict[str, object]]) -> Keywords:
-    """The tables as arguments of Plan, which checks them (so Any)."""
+    """The tables as arguments of Plan, which checks them."""
     for table, known in (("plan", choice_names()), ("reasons", choice_names()), ("provenance", PROVENANCE)):
         for name in document.get(table, {}):
             if name not in known:

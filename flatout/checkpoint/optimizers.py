@@ -13,7 +13,6 @@ from flatout.levers.low_bit import without_codes
 from flatout.parallel.whole_tensors import whole_shape
 from flatout.parameters import Saved, parameters_of
 
-"""An optimizer's state_dict: param_groups, and the state of each parameter by number."""
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, not what: the optimizer here keeps its own."""
 DECOUPLED = "decoupled_weight_decay"

@@ -14,7 +14,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol  # Any: a compiled kernel, whose arguments its source declares
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from flatout.replaced import replaced

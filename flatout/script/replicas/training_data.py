@@ -133,7 +133,7 @@ class TrainingData:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._orders: weakref.WeakKeyDictionary[object, SharedOrder] = weakref.WeakKeyDictionary()
-        """Iterator of a loader -> its order, where it is shared; Any: torch's iterators have no public class."""
+        """Iterator of a loader -> its order, where it is shared."""
         self.handed: list[tuple[SharedOrder, Share]] = []
         """What the script got since its last backward pass."""
         self.on_share = False

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn, Self  # Any: JSON
+from typing import NoReturn, Self
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
