@@ -144,7 +144,9 @@ class BehaviourWatch:
         self._forward.steps = self._steps
         self._guard(self._note_first_batch)
         self._guard(self._note_unused)
-        self._seeded = self._seeded or _is_seeded()  # here too: a seed may hold only while a library trains, under fork_rng
+        self._seeded = (
+            self._seeded or _is_seeded()
+        )  # here too: a seed may hold only while a library trains, under fork_rng
         if self._steps <= HELD_STEPS:
             self._hold()
         if not self._kept.done:
