@@ -45,7 +45,7 @@ data-parallel channels-last-missing cudnn-benchmark-changing-shapes denormals th
 unfused-attention memory-leak allocator-churn costly-checkpointing graph-kept-by-logging anomaly-mode python-time
 plotting-time logging-time disk-time no-seed loss-not-falling vanishing-gradients exploding-gradients half-weights
 optimizer-made-in-each-step zero-grad-fills reserved-unused slower-on-gpu hand-written-layer debug-mode
-wrong-lstm-gradients
+wrong-lstm-gradients fused-sgd-in-16-bits
 """
 SUBJECTS = frozenset(_SUBJECTS.split())
 """Names of findings that accuse a script."""

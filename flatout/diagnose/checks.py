@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     update_checks.clip_before_unscale,
     precision_checks.fp16_without_scaler,
     precision_checks.bf16_lost_in_data_parallel,
+    precision_checks.fused_sgd_in_16_bits,
     precision_checks.half_weights,
     precision_checks.wrong_lstm_gradients,
     update_checks.accumulation_not_averaged,

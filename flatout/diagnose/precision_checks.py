@@ -138,6 +138,27 @@ def bf16_lost_in_data_parallel(facts: Facts) -> Seen | None:
 
 
 @check(
+    means="An SGD with fused=True does not train weights in 16 bits on a CPU: torch's kernel stores no updates.",
+    needs="an SGD that was built with fused=True steps parameters on the CPU in such a type, and the kernel, tried on "
+    "a tensor of that type, leaves it as it was",
+    if_wrong="the optimizer's step takes longer without its fused kernel",
+)
+def fused_sgd_in_16_bits(facts: Facts) -> Seen | None:
+    seen = facts.seen
+    if not seen.untrained_dtypes:
+        return None
+    dtypes = " and ".join(seen.untrained_dtypes)
+    return Seen(
+        title=f"SGD with fused=True does not train {dtypes} weights on a CPU",
+        evidence="tried on a tensor of its own, torch's kernel leaves it as it was (pytorch issue 191763)",
+        remedy="leave fused=True out, or keep the weights in fp32 and use torch.autocast",
+        fault=True,
+        lines=where(facts.lines_calling("SGD"), seen.optimizer_lines),
+        unknown="it changes what is learned, not the time",
+    )
+
+
+@check(
     means="The optimizer updates weights in 16 bits: updates smaller than its rounding are lost.",
     needs="parameters in an optimizer are float16; or bfloat16 ones of which at least half of the numbers with a "
     "gradient stay exactly the same in a step",
@@ -146,9 +167,8 @@ def bf16_lost_in_data_parallel(facts: Facts) -> Seen | None:
 def half_weights(facts: Facts) -> Seen | None:
     seen, lost = facts.seen, facts.seen.unchanged_share
     half = "float16" in seen.optimizer_dtypes
-    brain = (
-        "bfloat16" in seen.optimizer_dtypes and lost is not None and lost >= LOST_SHARE and seen.weights_move is True
-    )
+    rounded = "bfloat16" in seen.optimizer_dtypes and "bfloat16" not in seen.untrained_dtypes
+    brain = rounded and lost is not None and lost >= LOST_SHARE and seen.weights_move is True
     if not half and not brain:
         return None
     dtype = "float16" if half else "bfloat16"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flatout.diagnose.check import Seen, check, slowest_lines, where
@@ -155,14 +155,26 @@ def _own_python(facts: Facts) -> Seen | None:
     if not lines or not whole or cost / whole < PYTHON_SHARE or low < LEAST_SHARE:
         return None
     ordered = sorted(lines.values(), key=lambda item: -item[1])
+    what, remedy = "the script's own Python takes", "compute with tensors instead of loops over numbers"
+    if library := _library_called(ordered):
+        what, remedy = f"calls of {library} take", f"call {library} once for many values, or compute with tensors"
     return Seen(
-        title=f"the script's own Python takes {cost / whole:.0%} of the time",
+        title=f"{what} {cost / whole:.0%} of the time",
         evidence=slowest_lines([one for one, _ in ordered]),
-        remedy="compute with tensors instead of loops over numbers, or do it less often",
+        remedy=f"{remedy}, or do it less often",
         cost_seconds=cost,
         cost_share=cost / whole,
         lines=where([one.line for one, _ in ordered]),
     )
+
+
+def _library_called(lines: Sequence[tuple[LineTime, float]]) -> str:
+    """The installed package that lines with at least half of these seconds call; '' where it is the script's own."""
+    seconds: dict[str, float] = {}
+    for one, left in lines:
+        seconds[one.library] = seconds.get(one.library, 0.0) + left
+    library = max(seconds, key=lambda name: seconds[name])
+    return library if seconds[library] >= sum(seconds.values()) / 2 else ""
 
 
 def _numbers(row: OperatorRow) -> int:

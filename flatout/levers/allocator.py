@@ -13,7 +13,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from flatout.environment import preloaded_libraries
 from flatout.errors import MachineError
@@ -23,9 +22,6 @@ from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.machine.heap_pages import HeapPages, heap_pages
 from flatout.machine.process_memory import page_fault_seconds
-
-if TYPE_CHECKING:
-    pass
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 """malloc.h of glibc."""

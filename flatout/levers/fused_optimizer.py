@@ -13,6 +13,7 @@ from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 from flatout.parameters import Saved, parameters_of
+from flatout.precision.fused_sgd import untrained_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -265,12 +266,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _loses_updates(optimizer: Optimizer) -> bool:
-    """Is it an SGD whose fused kernel does not store what it computes? On a CPU that is so in 16 bits, but for the few
-    elements that fill no vector (https://github.com/pytorch/pytorch/issues/191763, in torch 2.12 and 2.13)."""
+    """Is it an SGD that would not train all of its weights if it were fused?"""
     import torch
 
-    in_16_bits = any(one.is_cpu and one.dtype.itemsize == 2 for one in parameters_of(optimizer))
-    return type(optimizer) is torch.optim.SGD and in_16_bits
+    return type(optimizer) is torch.optim.SGD and bool(untrained_types(parameters_of(optimizer)))
 
 
 def _holds_tensor(value: object) -> bool:

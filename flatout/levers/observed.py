@@ -82,6 +82,7 @@ class StepWork:
     denormal_share: float | None
     denormal_slowdown: float | None
     large_share: float | None = None
+    ignored_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,8 @@ class Observed:
     """Floating-point operations of the products in one step."""
     large_share: float | None = None
     """Of these: in linear layers and attention that Flatout's bf16 kernels are made for."""
+    ignored_share: float | None = None
+    """Of these: for scores of a wide last layer whose targets are ignored, on a CPU."""
     operations_per_step: int | None = None
     """As torch dispatches them."""
     denormal_share: float | None = None

@@ -172,6 +172,8 @@ class LineTime:
     samples: int
     low_share: float
     """The lower end of the 95 % confidence interval of its share of the window."""
+    library: str = ""
+    """The installed package that the line spent most of the time in, of what is the script's own activity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +315,8 @@ class Behaviour:
     remade_optimizers: tuple[RemadeOptimizerSeen, ...] = ()
     optimizer_dtypes: tuple[str, ...] = ()
     """Of parameters that optimizers update."""
+    untrained_dtypes: tuple[str, ...] = ()
+    """Of parameters that an SGD with fused=True leaves as they are."""
     optimizer_lines: tuple[SourceLine, ...] = ()
     """Where they step."""
     outside_optimizer: ParametersSeen | None = None

@@ -13,15 +13,18 @@ thread holds the interpreter's lock for long, as in some C code, the sampler has
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from types import FrameType
 
 from flatout.script.behaviour_seen import Activity, LineTime
 from flatout.script.places import Places, line_number
+from flatout.tracebacks import installed_package
 
 INTERVAL_SECONDS = 0.004
 SWITCH_SECONDS = 0.001
@@ -59,7 +62,10 @@ class LineSampler:
         """(seconds, samples)."""
         self._at_step = dict(self._sums)
         """The same at the end of the last step."""
+        self._called: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+        """Line -> samples in each installed package that it calls, where the activity is the script's own."""
         self._tags: dict[str, str] = {}
+        self._package = functools.cache(installed_package)
         self._over = threading.Event()
         self._sampler: threading.Thread | None = None
         self._switch_seconds = 0.0
@@ -106,9 +112,13 @@ class LineSampler:
                 seconds=seconds / max(1, steps),
                 samples=samples,
                 low_share=lowest_share(samples, total),
+                library=self._library((file, number), samples) if activity == "script" else "",
             )
             for (file, number, activity), (seconds, samples) in ordered
         )
+
+    def _library(self, place: tuple[str, int], samples: int) -> str:
+        return next((name for name, inside in self._called[place].items() if inside > samples / 2), "")
 
     def _run(self) -> None:
         last = time.perf_counter()
@@ -128,9 +138,12 @@ class LineSampler:
     def add(self, frame: FrameType, seconds: float) -> None:
         """Count one sample of a stack whose innermost frame this is."""
         below: set[str] = set()
+        library: str | None = None
         at: FrameType | None = frame
         while at is not None and not self._places.is_users(at.f_code.co_filename):
-            below.add(self._tag(at.f_code.co_filename))
+            file = at.f_code.co_filename
+            below.add(self._tag(file))
+            library = self._package(file) or library
             at = at.f_back
         if at is None:
             return
@@ -147,6 +160,8 @@ class LineSampler:
             activity = "torch"
         before, samples = self._sums.get((*place, activity), (0.0, 0))
         self._sums[*place, activity] = before + seconds, samples + 1
+        if activity == "script" and library is not None:
+            self._called[place][library] += 1
 
     def _tag(self, file: str) -> str:
         known = self._tags.get(file)

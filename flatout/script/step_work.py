@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch
 
 from flatout.flops import OperationCount
 from flatout.levers.bf16_kernels import LEAST_IN_ATTENTION, LEAST_IN_LINEAR
+from flatout.levers.chunked_loss import LEAST_CLASSES
 from flatout.levers.observed import StepWork
 from flatout.operator_bytes import tensors_among
 from flatout.torch_private.attributes import packet_of
@@ -37,6 +39,7 @@ _TAKEN_OVER = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": 10 * LEAST_IN_ATTENTION,
 }
 """Operations that the bf16 kernels may take over, from so many FLOPs on."""
+_LOSSES = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward)
 _LEAST_FLOPS = {getattr(torch.ops.aten, name, None): flops for name, flops in _TAKEN_OVER.items()}
 
 
@@ -56,6 +59,7 @@ def follow_step(
             denormal_share=mode.denormal / mode.looked_at if mode.looked_at else None,
             denormal_slowdown=_denormal_slowdown() if mode.denormal else None,
             large_share=mode.large_flops / mode.flops if mode.flops else None,
+            ignored_share=mode.ignored_flops / mode.flops if mode.flops else None,
         )
 
     return finish
@@ -68,6 +72,18 @@ class _WorkMode(ListeningMode):
         self.operations = self.looked_at = self.denormal = 0
         self.flops = self.large_flops = 0.0
         self._formulas = OperationCount() if counts_flops else None
+        self._wide_flops: defaultdict[int, float] = defaultdict(float)
+        """Of products with a dimension of this many classes."""
+        self._targets: Counter[int] = Counter()
+        self._ignored: Counter[int] = Counter()
+        """Targets of losses over this many classes, and those that do not count."""
+
+    @property
+    def ignored_flops(self) -> float:
+        """Of products for scores that no target needs: the share of a loss's targets that it ignores."""
+        return sum(
+            self._wide_flops[classes] * count / self._targets[classes] for classes, count in self._ignored.items()
+        )
 
     def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = func(*args, **kwargs)
@@ -75,7 +91,9 @@ class _WorkMode(ListeningMode):
         before = self.denormal
         with without_torch_function():  # the script's own modes must not see our operations
             if self._formulas is not None:
-                self._count(self._formulas.of(func, args, kwargs, out) or 0.0, func)
+                self._count(self._formulas.of(func, args, kwargs, out) or 0.0, func, args)
+                if packet_of(func) in _LOSSES:
+                    self._count_targets(*args, **kwargs)
             for tensor in tensors_among(args):
                 self._look_at(tensor)
             for tensor in tensors_among(out):
@@ -84,10 +102,21 @@ class _WorkMode(ListeningMode):
             self._at_denormals(self.denormal - before)
         return out
 
-    def _count(self, flops: float, func: OpOverload[..., object]) -> None:
+    def _count(self, flops: float, func: OpOverload[..., object], args: tuple[object, ...]) -> None:
         self.flops += flops
+        if flops:
+            for size in {size for tensor in tensors_among(args) for size in tensor.shape if size >= LEAST_CLASSES}:
+                self._wide_flops[size] += flops
         if flops >= _LEAST_FLOPS.get(packet_of(func), math.inf):
             self.large_flops += flops
+
+    def _count_targets(
+        self, scores: torch.Tensor, targets: torch.Tensor, weight: object, reduction: int, ignore_index: int
+    ) -> None:
+        if type(targets) is torch.Tensor and targets.device.type == "cpu" and targets.numel():
+            classes = scores.shape[min(1, scores.ndim - 1)]
+            self._targets[classes] += targets.numel()
+            self._ignored[classes] += int((targets == ignore_index).sum())
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         """Count denormals among fp32 values on the CPU, where they may be slow."""

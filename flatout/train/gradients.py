@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import NumericsError, UsageError
 from flatout.parallel.whole_tensors import total_norm
 from flatout.parameters import parameters_of
+from flatout.precision.fused_sgd import types_not_trained
 from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
 from flatout.train.readings import HostCopy
 
@@ -177,3 +178,13 @@ def check_scalable(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> No
                 limit="it scales the loss, and torch cannot unscale gradients that are fp16 or complex",
                 remedy="keep the weights in fp32, or use another precision",
             )
+
+
+def check_trained(optimizer: Optimizer) -> None:
+    """UsageError for an optimizer whose kernel does not store its updates of these weights."""
+    for dtype in types_not_trained(optimizer):
+        raise UsageError(
+            f"the optimizer is an SGD with fused=True, and weights on the CPU are {str(dtype).removeprefix('torch.')}",
+            limit="torch's fused SGD does not store updates of such weights (pytorch issue 191763)",
+            remedy="leave fused=True out, or keep the weights in fp32",
+        )

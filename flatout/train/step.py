@@ -46,7 +46,7 @@ from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call, not_in_fp32
 from flatout.precision.recurrent import lstm_gradients_right
-from flatout.train.gradients import GradientStep, check_clip_norm, check_scalable
+from flatout.train.gradients import GradientStep, check_clip_norm, check_scalable, check_trained
 from flatout.train.loss import CountTerms, LossFn, as_terms, own_metrics, terms_or_none
 from flatout.train.loss_parts import LossParts, Number, as_figure, check_loss, detached, figures_of, scaled
 from flatout.train.nonfinite import LossWatch, check_weights_finite
@@ -659,6 +659,7 @@ class TrainStep:
 def _check_parts(model: Module, optimizer: Optimizer, loss_fn: object, scheduler: object, count_terms: object) -> None:
     """UsageError for what is of another kind, and for parts that do not belong together."""
     _check_optimizer(as_optimizer(optimizer))
+    check_trained(optimizer)
     check_optimizer_of(optimizer, model)
     check_scheduler(scheduler, optimizer)
     as_loss_fn(loss_fn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -395,12 +396,21 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(autocast_dtype="bfloat16")),
         ],
     ),
+    "fused-sgd-in-16-bits": (
+        [facts(behaviour=behaviour(untrained_dtypes=("bfloat16",)))],
+        [facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",)))],
+    ),
     "half-weights": (
         [
             facts(behaviour=behaviour(optimizer_dtypes=("float16",))),
             facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.8)),
         ],
-        [facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.2))],
+        [
+            facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.2)),
+            facts(
+                behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.9, untrained_dtypes=("bfloat16",))
+            ),
+        ],
     ),
     "wrong-lstm-gradients": (
         [
@@ -967,6 +977,23 @@ def test_what_helps_a_starved_loader_depends_on_it(loaders: tuple[LoaderSeen, ..
     assert found is not None
     assert words in found.remedy
     assert ("whole batches" in found.remedy) == (words == "fetch whole batches")
+
+
+@pytest.mark.parametrize(
+    ("libraries", "title"),
+    [
+        (("", "spacy"), "the script's own Python takes 30% of the time"),
+        (("spacy", ""), "calls of spacy take 30% of the time"),
+        (("spacy", "spacy"), "calls of spacy take 30% of the time"),
+    ],
+)
+def test_a_library_that_the_script_calls_is_named(libraries: Sequence[str], title: str) -> None:
+    lines = [time_of("script", 0.2), time_of("script", 0.1, line=("train.py", 40, "score(text)"))]
+    times = tuple(replace(one, library=library) for one, library in zip(lines, libraries, strict=True))
+    found = check_of("python-time")(facts(behaviour=behaviour(times=times)))
+    assert found is not None
+    assert found.title == title
+    assert ("call spacy once" in found.remedy) == ("spacy" in title)
 
 
 def test_what_a_run_cannot_see_a_profile_shows() -> None:

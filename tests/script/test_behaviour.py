@@ -1322,6 +1322,24 @@ def test_weights_in_bfloat16_count_as_well_and_evaluation_does_not() -> None:
     assert (seen.units, seen.dtype) == (20, "bfloat16")
 
 
+@pytest.mark.parametrize(("dtype", "fused"), [("bfloat16", True), ("bfloat16", None), ("float32", True)])
+def test_a_fused_sgd_whose_kernel_does_not_store_updates(dtype: str, fused: bool | None) -> None:
+    model = nn.Linear(8, 64).to(getattr(torch, dtype))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, fused=fused)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8, dtype=model.weight.dtype)).float().square().mean().backward()
+        optimizer.step()
+
+    before = model.weight.detach().clone()
+    found = watched(step, model)
+    trains = float((model.weight != before).float().mean()) > 0.5
+    assert trains or (fused and dtype == "bfloat16")
+    assert found.untrained_dtypes == (() if trains else (dtype,))
+    assert ("fused-sgd-in-16-bits" in names(found)) == (not trains)
+
+
 def test_zeros_in_place_of_none() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

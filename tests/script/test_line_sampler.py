@@ -61,6 +61,18 @@ def test_what_a_stack_is_doing(stack: list[str], activity: str, file: str) -> No
     assert (found.activity, found.line[0], found.line[1], found.seconds) == (activity, file, 2, 0.5)
 
 
+def test_the_library_that_a_line_calls() -> None:
+    sampler = LineSampler(places(), threading.get_ident())
+    for _ in range(2):
+        sampler.add(inside("/s/train.py", f"{LIBRARY}/gym/env.py", f"{LIBRARY}/numpy/core.py"), 0.5)
+    (found,) = sampler.times(steps=1)
+    assert (found.activity, found.library) == ("script", "gym")
+    for _ in range(2):
+        sampler.add(inside("/s/train.py"), 0.5)
+    (found,) = sampler.times(steps=1)
+    assert found.library == ""
+
+
 def test_a_jump_back_without_a_line_is_in_the_loop_that_it_repeats() -> None:
     loops = "for i in range(9):\n    for j in range(9):\n        if i > j:\n            x = i\n    y = i\n"
     code = compile(loops, "/s/train.py", "exec")

@@ -67,6 +67,30 @@ def test_products_that_are_large_enough_for_bf16_kernels_are_told_from_small_one
     assert finish().large_share == pytest.approx(2 * 512 / (2 * 512 + 3 * 16))  # no gradient of the inputs
 
 
+@pytest.mark.parametrize("by_position", [False, True])
+def test_scores_of_ignored_targets_are_told_from_those_that_count(by_position: bool) -> None:
+    body, head = nn.Linear(8, 16), nn.Linear(16, 2048)
+    targets = torch.full((4, 6), -100)
+    targets[:, :2] = 7
+    finish = follow_step()
+    scores = head(body(torch.ones(4, 6, 8)))
+    if by_position:
+        loss = nn.functional.cross_entropy(scores.transpose(1, 2), targets)
+    else:
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    loss.backward()
+    of_body, of_head = 2 * 8 * 16, 3 * 16 * 2048  # no gradient of the inputs
+    assert finish().ignored_share == pytest.approx(of_head * 4 / 6 / (of_body + of_head))
+
+
+def test_targets_of_a_narrow_layer_and_all_that_count_are_no_reason() -> None:
+    for classes, target in ((2048, 3), (100, -100)):
+        finish = follow_step()
+        scores = nn.Linear(16, classes)(torch.ones(4, 16))
+        nn.functional.cross_entropy(scores, torch.tensor([target, 3, 3, 3])).backward()
+        assert finish().ignored_share == 0
+
+
 def test_a_run_counts_in_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """And an error in a formula, as for operations of an extension, is none of that run."""
     monkeypatch.setattr(OperationCount, "of", lambda *arguments: 1 / 0)

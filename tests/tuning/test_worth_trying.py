@@ -124,6 +124,15 @@ def test_bf16_kernels_get_what_is_large_enough(monkeypatch: pytest.MonkeyPatch) 
     assert built
 
 
+def test_a_loss_that_ignores_most_targets_promises_more_where_its_layer_is_large() -> None:
+    seen = replace(STEP, modules=(replace(STEP.modules[0], widest_output=30_000),), flops_per_step=3e9)
+    savings = [
+        lever("fused linear + cross-entropy").saving(CPU, replace(seen, ignored_share=share)).expected
+        for share in (None, 0.0, 0.1, 0.3)
+    ]
+    assert savings[0] == savings[1] < savings[2] < savings[3]
+
+
 def test_a_gpu_is_left_alone_where_the_processor_cannot_be_faster() -> None:
     hidden = lever("trained on the CPU")
     on_gpu = replace(STEP, device="cuda:0", step_seconds=1e-3, operations_per_step=100)
