@@ -47,7 +47,18 @@ def _updates_a_tensor(dtype: torch.dtype) -> bool:
     from torch.optim.sgd import sgd
 
     weight, gradient = (make(ELEMENTS, dtype=dtype, device="cpu") for make in (torch.zeros, torch.ones))
-    rates = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
     with torch.no_grad():
-        sgd([weight], [gradient], [None], fused=True, foreach=False, nesterov=False, maximize=False, **rates)
+        sgd(
+            [weight],
+            [gradient],
+            [None],
+            fused=True,
+            foreach=False,
+            lr=1.0,
+            momentum=0.0,
+            dampening=0.0,
+            weight_decay=0.0,
+            nesterov=False,
+            maximize=False,
+        )
     return bool((weight == -1).all())

@@ -93,7 +93,7 @@ class _WorkMode(ListeningMode):
             if self._formulas is not None:
                 self._count(self._formulas.of(func, args, kwargs, out) or 0.0, func, args)
                 if packet_of(func) in _LOSSES:
-                    self._count_targets(*args, **kwargs)
+                    self._count_targets(*args)
             for tensor in tensors_among(args):
                 self._look_at(tensor)
             for tensor in tensors_among(out):
@@ -110,13 +110,15 @@ class _WorkMode(ListeningMode):
         if flops >= _LEAST_FLOPS.get(packet_of(func), math.inf):
             self.large_flops += flops
 
-    def _count_targets(
-        self, scores: torch.Tensor, targets: torch.Tensor, weight: object, reduction: int, ignore_index: int
-    ) -> None:
-        if type(targets) is torch.Tensor and targets.device.type == "cpu" and targets.numel():
+    def _count_targets(self, scores: object, targets: object, *others: object) -> None:
+        """others: weights of the classes, how the losses are reduced, and which target is ignored."""
+        if not isinstance(scores, torch.Tensor) or type(targets) is not torch.Tensor:
+            return
+        ignore_index = others[-1]
+        if isinstance(ignore_index, int) and targets.device.type == "cpu" and targets.numel():
             classes = scores.shape[min(1, scores.ndim - 1)]
             self._targets[classes] += targets.numel()
-            self._ignored[classes] += int((targets == ignore_index).sum())
+            self._ignored[classes] += int(targets.eq(ignore_index).sum())
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         """Count denormals among fp32 values on the CPU, where they may be slow."""
