@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flatout.errors import UsageError
@@ -28,10 +28,10 @@ def written_whole(path: Path, *, mode: int | None = None, durable: bool = True) 
     Where `path` is a link, the file that it leads to is replaced; what is no file, such as /dev/null or a pipe, is
     written to. durable=False does not wait for the disk: readers still see a whole file, but a power failure may lose
     it."""
-    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file() and not path.is_dir():
-        yield path
+        yield path  # as it is named: what /dev/stdout leads to has a path in name alone where it is a pipe
         return
+    path = Path(os.path.realpath(path))
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=SUFFIX)
     os.close(descriptor)
     temporary = Path(name)
@@ -57,10 +57,9 @@ def usual_mode() -> int:
 
 def can_be_written(path: Path) -> bool:
     """Can a file be written there? What is no file, such as /dev/null, is written to itself."""
-    place = os.path.realpath(path)
-    if os.path.exists(place) and not os.path.isfile(place):
-        return not os.path.isdir(place) and os.access(place, os.W_OK)
-    folder = os.path.dirname(place)
+    if os.path.exists(path) and not os.path.isfile(path):
+        return not os.path.isdir(path) and os.access(path, os.W_OK)
+    folder = os.path.dirname(os.path.realpath(path))
     return os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
@@ -72,6 +71,18 @@ def write_obstacle(path: Path) -> str:
         return f"{path} is a folder"
     folder = os.path.dirname(os.path.realpath(path))
     return f"{folder} takes no file" if os.path.isdir(folder) else f"there is no folder {folder}"
+
+
+def check_no_input(out: Path, inputs: Iterable[Path], what: str, option: str = "--out") -> None:
+    """UsageError if what is written would replace a file that is only read. what: to be written, such as 'the page'."""
+    for one in inputs:
+        # of devices and pipes nothing is replaced
+        if out.is_file() and one.exists() and out.samefile(one):
+            raise UsageError(
+                f"{option} is {out}",
+                limit=f"{what} would replace a file that is only read",
+                remedy="name another file",
+            )
 
 
 @contextlib.contextmanager

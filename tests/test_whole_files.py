@@ -75,6 +75,15 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"through it"
     os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+    inward, outward = os.pipe()
+    named = Path(f"/dev/fd/{outward}")  # as /dev/stdout in a pipeline: a link to what has no path
+    if named.exists():
+        assert can_be_written(named)
+        with written_whole(named, durable=False) as path:
+            path.write_text("through it")
+        assert os.read(inward, 100) == b"through it"
+    os.close(inward)
+    os.close(outward)
     with written_whole(Path(os.devnull)) as path:
         path.write_text("gone")
     assert not Path(os.devnull).is_file()

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flatout.arguments import as_path, as_seconds, as_whole_number, wrong
+from flatout.arguments import as_function, as_path, as_seconds, as_whole_number
 from flatout.diagnose.checks import check_facts
 from flatout.diagnose.facts import Facts, RunFacts
 from flatout.diagnose.finding import Finding
@@ -59,8 +59,8 @@ def profile(
     Returns a ProfileResult: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`, `summary()`. Raises
     what the function raises, and UsageError for options that mean nothing.
     """
-    if not callable(function):
-        raise wrong("function", function, "it is called without arguments", "for a script: flatout profile train.py")
+    limit = "it is called without arguments"
+    as_function(function, "function", 0, limit=limit, remedy="for a script: flatout profile train.py")
     as_whole_number(steps, "steps")
     target = as_path(trace, "trace").absolute() if trace is not None else None  # the function may change the folder
     if target is not None:
@@ -95,8 +95,8 @@ def measure(
     95 % confidence interval of the median), `samples_seconds`, and `warnings` that say what makes it doubtful. Raises
     what the function raises.
     """
-    if not callable(function):
-        raise wrong("function", function, "it is called without arguments", "flatout.measure(lambda: step(batch))")
+    limit = "it is called without arguments"
+    as_function(function, "function", 0, limit=limit, remedy="flatout.measure(lambda: step(batch))")
     return timed(
         function,
         name=name,

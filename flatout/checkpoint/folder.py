@@ -81,6 +81,14 @@ class Checkpoints:
         # a failure that no call of `wait` raised is at least shown when the interpreter exits
         self._at_exit = weakref.finalize(self, self._background.wait)
 
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """Raises UsageError: two would each write the folder, and a save in flight belongs to a thread here."""
+        raise UsageError(
+            f"the Checkpoints of {self.folder} cannot be copied or pickled",
+            limit="one of them writes its folder",
+            remedy="pass the folder, and make one of it where it is used: flatout.Checkpoints(folder).load()",
+        )
+
     @property
     def lowest_is_best(self) -> bool:
         """Is the lowest metric the best one, or the highest?"""

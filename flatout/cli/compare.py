@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -47,9 +48,10 @@ def compare(
     with --fail-if also 3 slower, 4 undecided, as where the runs are of different scripts.
     """
     from flatout.report.compare import compare_sides, comparison_text
-    from flatout.report.document import document, to_text
+    from flatout.report.document import document, read_document, to_text
     from flatout.report.gate import gate_text, judge
     from flatout.units import parse_share
+    from flatout.whole_files import check_no_input
 
     if fail_if is None and (threshold, on_undecided, junit, github) != (None, None, None, False):
         raise UsageError(
@@ -58,8 +60,11 @@ def compare(
         )
     if github and json:
         raise UsageError("--github and --json", limit="--json prints one document and nothing else")
-    limit, undecided = parse_share(threshold or "3%"), on_undecided or "fail"
-    baseline, candidate = _documents(a), _documents(b)
+    limit, undecided = parse_share("3%" if threshold is None else threshold), on_undecided or "fail"
+    files = _files(a), _files(b)
+    baseline, candidate = ([read_document(one) for one in side] for side in files)
+    if junit is not None:
+        check_no_input(junit, itertools.chain(*files), "the JUnit report", "--junit")
     try:
         found = compare_sides(baseline, candidate)
     except MachinesDiffer as error:
@@ -74,12 +79,10 @@ def compare(
     return gate.exit_code(undecided) if gate else 0
 
 
-def _documents(side: str) -> list[Document]:
-    """Of a file, of every .json of a folder, or of the files that a pattern matches, in the order of their names."""
+def _files(side: str) -> list[Path]:
+    """A file, every .json of a folder, or the files that a pattern matches, in the order of their names."""
     import glob
     import os
-
-    from flatout.report.document import read_document
 
     path = Path(side)
     if not side:  # as of a variable of a shell that is not set
@@ -93,7 +96,7 @@ def _documents(side: str) -> list[Document]:
     if not found:
         what = f"no .json file in {side}" if os.path.isdir(side) else f"no file matches {side}"
         raise UsageError(what, remedy="pass what `flatout run --report FILE` wrote")
-    return [read_document(one) for one in found]
+    return found
 
 
 def _publish(

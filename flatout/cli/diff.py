@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared_options import TargetArgument, check_no_input
-from flatout.whole_files import errors_named, written_whole
+from flatout.cli.shared_options import TargetArgument
+from flatout.whole_files import check_no_input, errors_named, written_whole
 
 
 def diff(

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO  # Any: settin
 
 import typer
 
-from flatout.cli.shared_options import check_place, plan_with
+from flatout.cli.shared_options import check_place, files_of_models, plan_with
 from flatout.cli.streams import stdout_to_stderr
 from flatout.errors import UsageError
 from flatout.terminal import tell
+from flatout.whole_files import check_no_input
 
 if TYPE_CHECKING:
     from torch import nn
@@ -101,6 +102,7 @@ def generate(
 
     if out is not None:
         check_place(out)
+        check_no_input(out, [*filter(None, (prompts, plan)), *files_of_models(model, draft, tokenizer)], "the texts")
     guesses = "lookup" if lookup else None
     chosen = plan_with(plan, precision=precision, weights=weights, speculation=guesses)
     generator = _generator(model, tokenizer, chosen, draft, slots, device)

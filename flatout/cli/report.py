@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared_options import check_no_input
-
 
 def report(
     files: Annotated[
@@ -31,7 +29,7 @@ def report(
     from flatout.report.document import document, read_document, to_text
     from flatout.report.html.page import report_html
     from flatout.units import format_bytes
-    from flatout.whole_files import PRIVATE, errors_named, written_whole
+    from flatout.whole_files import PRIVATE, check_no_input, errors_named, written_whole
 
     page = report_html([(path, read_document(path)) for path in files]).encode()
     check_no_input(out, files, "the page")

@@ -105,6 +105,8 @@ def main(arguments: list[str]) -> int:
         show_only(options["--device"])
     if "--no-plan" in options and (stray := [name for name in ("--plan", "--without") if name in options]):
         raise UsageError(f"{stray[0]} with --no-plan", limit="there is no plan then", remedy="leave one of them out")
+    if "--no-report" in options and "--report" in options:
+        raise UsageError("--report with --no-report", limit="no report is written then", remedy="leave one of them out")
     if "--check-deterministic" in options:
         refuse_others(
             "--check-deterministic", options, ("--device", "--allow-network", "--no-plan", "--no-report", "--quiet")
@@ -117,7 +119,7 @@ def main(arguments: list[str]) -> int:
     rank = _rank()
     if rank is None and (status := run_on_devices(target, options)) is not None:
         return status
-    run = Run(target, options, _report_path(options, rank), visible, rank)
+    run = Run(target, options, _report_path(target, options, rank), visible, rank)
     try:
         run.prepare()
     except KeyboardInterrupt:  # no line of the script has run
@@ -468,7 +470,7 @@ class Run:
         )
 
 
-def _report_path(options: dict[str, str], rank: Replica | None) -> Path | None:
+def _report_path(target: Target, options: dict[str, str], rank: Replica | None) -> Path | None:
     """Where the document goes; a place that was asked for and cannot be written is refused before the script starts."""
     if "--no-report" in options or not _first_rank(rank):
         return None
@@ -482,8 +484,12 @@ def _report_path(options: dict[str, str], rank: Replica | None) -> Path | None:
                 remedy="change to one that exists, or use --no-report",
             ) from None
     from flatout.report.document import report_place
+    from flatout.whole_files import check_no_input
 
-    return report_place(options["--report"])
+    place = report_place(options["--report"])
+    read = [target.path, options.get("--plan"), PLAN_NAME]
+    check_no_input(place, [Path(one) for one in read if one is not None], "the report", "--report")
+    return place
 
 
 def _rank() -> Replica | None:

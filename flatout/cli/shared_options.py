@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -62,10 +61,6 @@ def check_place(out: Path) -> None:
         raise UsageError(why, limit="results are written to a file", remedy="name another with --out")
 
 
-def check_no_input(out: Path, inputs: Iterable[Path], what: str) -> None:
-    """UsageError if what is written would replace a file that is only read. what: to be written, such as 'the page'."""
-    for one in inputs:
-        if out.exists() and one.exists() and out.samefile(one):
-            raise UsageError(
-                f"--out is {out}", limit=f"{what} would replace a file that is only read", remedy="name another file"
-            )
+def files_of_models(*names: str | None) -> list[Path]:
+    """Of models and tokenizers that are named file.py:name."""
+    return [Path(name.rpartition(":")[0]) for name in names if name is not None and ":" in name]

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from flatout.cli.shared_options import ExactnessOption, check_place
+from flatout.cli.shared_options import ExactnessOption, check_place, files_of_models
 from flatout.cli.streams import progress_line, stdout_to_stderr
 from flatout.errors import UsageError
 from flatout.terminal import tell
+from flatout.whole_files import check_no_input
 
 MOST_ITEMS = 4096
 
@@ -64,6 +65,7 @@ def tune_inference(
 
     seconds, base = parse_seconds(budget), None if plan is None else read_plan(plan)
     check_place(out)
+    check_no_input(out, [inputs, *files_of_models(model, tokenizer)], "the plan")
     with stdout_to_stderr(), progress_line() as progress:
         sample = _sample(inputs, model, tokenizer)
         module, _ = load_model(model, device)

@@ -61,8 +61,9 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     needs="at least 3 calls that no backward pass used, in a row or without gradients once in ten training calls or "
     "more rarely (not of a generator, which learns through another model: such calls draw samples), of a model in "
     "training mode with such layers, which is trained elsewhere; likely where they come with every second update or "
-    "more often, as those of a policy that acts; or at least 3 calls in evaluation mode in which functional dropout is "
-    "called without `training`",
+    "more often, as those of a policy that acts; silent where most calls are on the same tensor as the one before and "
+    "dropout is the only such layer (Monte Carlo dropout); or at least 3 calls in evaluation mode in which functional "
+    "dropout is called without `training`",
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
 )
 def evaluation_in_train_mode(facts: Facts) -> Seen | None:
@@ -78,6 +79,8 @@ def evaluation_in_train_mode(facts: Facts) -> Seen | None:
                 unknown="it changes results, not the time",
             )
         if not one.training or not one.mode_layers or one.used or one.calls < LEAST_CALLS or one.recalibrates:
+            continue
+        if _samples_dropout(one):
             continue
         trained = sum(other.used for other in _trains(facts, one) if other.line[:2] != one.line[:2])
         in_a_row = one.longest_run >= LEAST_CALLS
@@ -96,6 +99,11 @@ def evaluation_in_train_mode(facts: Facts) -> Seen | None:
             unknown="it changes results, not the time",
         )
     return None
+
+
+def _samples_dropout(one: ForwardSeen) -> bool:
+    """Monte Carlo dropout: the same inputs again and again, which give another result only because dropout is on."""
+    return 2 * one.repeated >= one.calls and all("dropout" in layer.lower() for layer in one.mode_layers)
 
 
 @check(

@@ -53,7 +53,8 @@ def evaluation(facts: Facts) -> Seen | None:
     return Seen(
         title=f"evaluation takes much of the time: {share:.0%} of a step",
         evidence=f"{format_seconds(seconds)} of {format_seconds(seen.step_seconds)} a step",
-        remedy="evaluate less often, or on fewer samples",
+        remedy="evaluate less often, or on fewer samples; where these calls make what is trained on, as a policy's "
+        "rollouts do, make them in larger batches",
         cost_seconds=seconds,
         cost_share=share,
         command=facts.tune,

@@ -13,6 +13,9 @@ from flatout.precision.matmul import matmul_precision
 CONVERSION_SECONDS = 20e-6
 """The most that one operation takes, where its tensors are small."""
 
+AFFECTED = {"float32", "complex64"}
+"""Products of other types stay as they are."""
+
 
 class MatmulPrecision(Lever):
     """fp32 tensors with faster, less exact matrix products: TF32 on CUDA, oneDNN with bf16 on CPUs.
@@ -38,6 +41,9 @@ class MatmulPrecision(Lever):
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.matmul_precision != "highest":
             return refuse(f"it is already set to {observed.matmul_precision!r}")
+        dtypes = {dtype for module in observed.modules for dtype in module.dtypes}
+        if dtypes and not dtypes & AFFECTED:
+            return refuse("the model's weights are not fp32")
         if observed.device.startswith("cuda"):
             gpu = machine.gpu(observed.device)
             if gpu is None or "tf32" not in gpu.fast_dtypes:

@@ -19,6 +19,7 @@ from flatout.whole_files import PRIVATE, errors_named, write_obstacle, written_w
 
 Document: TypeAlias = Mapping[str, Any]
 """As it was read: JSON, whose parts may be of any type, so each reader checks its own."""
+WRITERS = "pass a JSON document that a command of Flatout's wrote"
 SCHEMA = 1  # raised when a reader of the old documents would misread the new ones
 
 
@@ -57,20 +58,18 @@ def read_document(path: Path, kind: str | None = None) -> Document:
     try:
         doc = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", remedy=WRITERS) from error
     except ValueError as error:  # not UTF-8, or not JSON
-        raise UsageError(f"{path} is not a JSON document ({error})") from error
+        raise UsageError(f"{path} is not a JSON document ({error})", remedy=WRITERS) from error
     except RecursionError:
         raise UsageError(
             f"{path} cannot be read: its JSON is nested too deeply",
             limit="documents of Flatout's have a few levels",
-            remedy="pass a file that `flatout run` or `tune` wrote",
+            remedy=WRITERS,
         ) from None
     header = doc.get("flatout") if isinstance(doc, dict) else None
     if not isinstance(header, dict) or not isinstance(header.get("schema"), int):
-        raise UsageError(
-            f"{path} is not a document of Flatout's", remedy="pass a file that `flatout run` or `tune` wrote"
-        )
+        raise UsageError(f"{path} is not a document of Flatout's", remedy=WRITERS)
     if header["schema"] > SCHEMA:
         raise UsageError(
             f"{path} was written by Flatout {_escaped(header.get('version'))}, schema {header['schema']}",

@@ -38,6 +38,8 @@ class ForwardSeen:
     """Calls whose graph is gone, or old, and was never used."""
     longest_run: int = 0
     """Calls in a row at this line with no backward pass and no optimizer step between them."""
+    repeated: int = 0
+    """Of these, calls with the very tensor of the call before, as where dropout is to draw several samples."""
     mode_layers: tuple[str, ...] = ()
     """Kinds of its layers that behave differently in training and evaluation."""
     updated: bool = False

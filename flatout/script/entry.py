@@ -81,6 +81,8 @@ class Target:
         Python."""
         if self.path is None:
             return
+        if not self.path:  # as of a variable of a shell that is not set
+            raise UsageError("the script is ''", limit="a script is a file", remedy="name it, or a module with -m")
         path = Path(self.path)
         try:
             exists = path.exists()
@@ -118,7 +120,7 @@ class Target:
         try:
             compile(source, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
-            where = f"{self.path}, line {error.lineno}"
+            where = self.path if error.lineno is None else f"{self.path}, line {error.lineno}"
             raise ScriptError(
                 f"{where}: {type(error).__name__}: {error.msg}", limit="Python cannot run it either"
             ) from None

@@ -48,6 +48,9 @@ class _Calls:
     weights: bool = True
     recalibrates: bool = False
     dropout: tuple[str, int] | None = None
+    repeated: int = 0
+    input: tuple[weakref.ref[Tensor], int | None] | None = None
+    """The first one of the latest call, and its version."""
     shapes: Counter[str] = field(default_factory=Counter)
     """Of its inputs, where it builds a graph."""
 
@@ -290,14 +293,21 @@ class ForwardWatch:
             use = _Use(calls)
             for tensor in with_graph:
                 tensor.register_hook(use.fire)
-            self._note_shape(calls, args, kwargs)
+        self._note_input(calls, args, kwargs, in_a_row=self._run[key] > 1)
         self._note_made()
 
-    def _note_shape(self, calls: _Calls, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _note_input(
+        self, calls: _Calls, args: tuple[object, ...], kwargs: dict[str, object], *, in_a_row: bool
+    ) -> None:
         from torch import Tensor
 
         first = next((one for _, one in tensors_in((args, kwargs)) if isinstance(one, Tensor)), None)
-        if first is not None and first.ndim and len(calls.shapes) < MOST_SHAPES:
+        before, calls.input = calls.input, None
+        if first is None:
+            return
+        calls.input = weakref.ref(first), None if first.is_inference() else first._version
+        calls.repeated += in_a_row and before is not None and before[0]() is first and before[1] == calls.input[1]
+        if calls.grad and first.ndim and len(calls.shapes) < MOST_SHAPES:
             calls.shapes[str(list(first.shape))] += 1
 
     def _note_made(self) -> None:
@@ -328,6 +338,7 @@ class ForwardWatch:
                 used=one.used,
                 unused=one.unused,
                 longest_run=one.longest,
+                repeated=one.repeated,
                 mode_layers=self._layers.get(one.identity, ()),
                 updated=updated(one.identity),
                 seconds=one.seconds,

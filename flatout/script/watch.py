@@ -363,7 +363,7 @@ class Watch:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
                 watch.saw_create_graph = True
-                return original(*args, **kwargs)  # part of a loss that is still being computed
+                return watch._pass_for_a_loss(original, args, kwargs)
             if not args and first not in kwargs:
                 return original(**kwargs)  # let torch report the mistake
             roots = args[0] if args else kwargs.pop(first)
@@ -417,6 +417,15 @@ class Watch:
         if not self._optimizers_open and self.finder.backward_ended(fresh=self._weights.fresh or not accumulates):
             self._boundary()
         return result
+
+    def _pass_for_a_loss(self, original: Call, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """One that is differentiated again, as in a gradient penalty or MAML's inner steps: it takes a backward pass's
+        time, but is a part of a loss that is still being computed."""
+        span = self._spans.enter("backward") if self.rows is not None else None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._leave(span)
 
     def _wrap_module_call(self, original: Call) -> Call:
         watch, compiling = self, self._compiling  # a constant to torch.compile, which sees nothing of ours

@@ -240,10 +240,13 @@ class Run:
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
-        """However the run ends, flush the loggers. What one raised ends the run, if nothing else does."""
+        """However the run ends, the loggers get what was not read yet, and are flushed. What one raised ends the run,
+        if nothing else does."""
         try:
             yield
         except BaseException as error:
+            with contextlib.suppress(Exception):  # of a GPU that has failed nothing can be read
+                self.means.flush()
             self.loggers.flush()
             for failure in self.loggers.failures.values():
                 if failure is not error:

@@ -10,7 +10,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from flatout.buffers import FoundBuffer, Key, buffers_of, current, found_buffers
-from flatout.errors import MachineError, describe_error
+from flatout.errors import MachineError, UsageError, describe_error
 from flatout.generators import set_generators, torch_generator_states
 
 if TYPE_CHECKING:
@@ -124,13 +124,25 @@ class Attempt:
         return {one.key for one in self._buffers}
 
 
-def part_fails(error: Exception, samples: int, parts: int) -> MachineError:
-    """For what a part raises although it fits, such as batch norm on one sample."""
-    return MachineError(
-        f"a batch of {samples} does not fit, and a part of it fails: {describe_error(error)}",
-        limit=f"it was split into {parts} parts",
-        remedy="use a smaller batch; with out_of_memory = 'raise' it is not split",
-    )
+def explain_part(error: Exception, model: Module, samples: int, parts: int, *, split_here: bool) -> None:
+    """Raise an error that explains what a part raises although it fits, such as batch norm on one sample.
+
+    split_here: the whole batch did not fit, so that it was split in this step.
+    """
+    if split_here:
+        raise MachineError(
+            f"a batch of {samples} does not fit, and a part of it fails: {describe_error(error)}",
+            limit=f"it was split into {parts} parts",
+            remedy="use a smaller batch; with out_of_memory = 'raise' it is not split",
+        ) from error
+    coupled = batch_coupled_layers(model)
+    if not coupled or not 1 < parts <= samples < 2 * parts or "more than 1 value per channel" not in str(error):
+        return
+    raise UsageError(
+        f"a batch of {samples} in {parts} parts has parts of a single sample",
+        limit=f"{coupled[0]} takes its statistics from at least 2",
+        remedy="use a smaller micro_batches, or batches with drop_last=True if it is the last of an epoch",
+    ) from error
 
 
 def release(model: Module, optimizer: Optimizer) -> None:

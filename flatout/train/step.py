@@ -25,7 +25,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Self, TypedDict
 
 from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of
 from flatout.data.nested import batch_length, split_batch
@@ -53,7 +53,7 @@ from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
 from flatout.train.ranks import MeanOverRanks, SharedStep, is_first, largest_of_ranks, raised_on_all_ranks
 from flatout.train.schedulers import before_any_step, check_scheduler
-from flatout.train.split import Attempt, Attempts, batch_coupled_layers, part_fails, release
+from flatout.train.split import Attempt, Attempts, batch_coupled_layers, explain_part, release
 
 if TYPE_CHECKING:
     import torch
@@ -281,16 +281,24 @@ class TrainStep:
         live = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self}
         return {name: one for name, one in live.items() if one is not None}
 
-    def with_plan(self, plan: Plan) -> TrainStep:
+    def with_plan(self, plan: Plan) -> Self:
         """A step with the same objects and settings and another plan, which continues from here; this one is closed.
 
         step = step.with_plan(flatout.fit_to_memory("12 GiB", step, batch).plan)
+
+        That of a subclass is of its class too, and has the attributes that it has added.
         """
         as_plan(plan, "step")
         self.finish()
         state = self.state_dict()
         self._undo(parts_stay=plan.parallel == self.plan.parallel)
-        step = self.for_copies(plan, self.model, self.optimizer, self.loss_fn, self.scheduler)
+        step = object.__new__(type(self))  # a subclass's constructor may take anything, and has done its part
+        vars(step).update(vars(self))
+        loss_fn, clip_norm, given = self.loss_fn, self._update.clip_norm, self._given_count_terms
+        if inspect.ismethod(loss_fn) and loss_fn.__self__ is self:  # it reads what the step holds
+            loss_fn = loss_fn.__func__.__get__(step)
+        parts = self.model, self.optimizer, loss_fn, plan
+        TrainStep.__init__(step, *parts, clip_norm=clip_norm, scheduler=self.scheduler, count_terms=given)
         # how far to split batches depends on the plan
         step.load_state_dict({**state, "micro_batches": 1, "split_samples": None})
         return step
@@ -415,8 +423,8 @@ class TrainStep:
                 if not is_out_of_memory(error):
                     if isinstance(error, RuntimeError | TypeError):  # of devices or dtypes that do not match
                         explain_batch(self.model, batch, error)
-                    if was_split and not isinstance(error, FlatoutError):
-                        raise part_fails(error, batch_length(batch), self._parts(batch)) from error
+                    if self.micro_batches > 1 and not isinstance(error, FlatoutError):
+                        explain_part(error, self.model, batch_length(batch), self._parts(batch), split_here=was_split)
                     raise
                 self._refuse_to_split(error, batch)
             else:

@@ -139,6 +139,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         flatout.profile(lambda: None, trace=tmp_path / "trace.txt")
     with pytest.raises(UsageError, match="it is called without arguments"):
         flatout.measure(3)  # type: ignore[arg-type]
+    for call in (flatout.measure, flatout.profile):
+        with pytest.raises(UsageError, match=r"function is <lambda>\(batch\); it is called without arguments"):
+            call(lambda batch: batch)  # type: ignore[misc, arg-type]
 
 
 def test_measure_knows_its_interval() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +261,9 @@ def test_a_folder_that_is_removed_within_a_save_is_named_and_made_again(
             Checkpoints(where).save(state, step=1)
     Checkpoints(where).save(state, step=2)
     assert [path.name for path in where.iterdir()] == ["000001-step-2"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_writes_a_folder_is_not_copied(tmp_path: Path, copied: Callable[[object], object]) -> None:
+    with pytest.raises(UsageError, match="cannot be copied or pickled; one of them writes its folder; pass the folder"):
+        copied(Checkpoints(tmp_path))

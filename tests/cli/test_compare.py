@@ -102,6 +102,11 @@ def test_different_machines_have_an_exit_code_of_their_own(runs: Runs, capsys: p
         (["absent-*.json", "base"], "no file matches absent-*.json"),
         (["base", "base", "--threshold", "3%"], "pass --fail-if slower too"),
         (["base", "base", "--fail-if", "slower", "--threshold", "0.03"], "'0.03' is not a percentage; write it as 3%"),
+        (["base", "base", "--fail-if", "slower", "--threshold", ""], "'' is not a percentage; write it as 3%"),
+        (
+            ["base", "base", "--fail-if", "slower", "--junit", "base/0.json"],
+            "--junit is base/0.json; the JUnit report would replace a file that is only read",
+        ),
         (["base", "base", "--fail-if", "slower", "--json", "--github"], "--json prints one document"),
         (["base", "base", "--fail-if", "slower", "--junit", "no/gate.xml"], "cannot write no/gate.xml: No such file"),
         (["base", "base", "--fail-if", "faster"], "--fail-if"),

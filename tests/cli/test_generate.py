@@ -104,6 +104,16 @@ def test_bad_input_ends_with_code_2_and_no_traceback(options: list[str], told: s
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("read", ["prompts.txt", MODEL.rpartition(":")[0], "plan.toml"])
+def test_texts_replace_no_file_that_is_read(read: str, capsys: Any) -> None:
+    Path("prompts.txt").write_text("1,2\n")
+    Path("plan.toml").write_text("[plan]\n")
+    before = Path(read).read_bytes()
+    assert main(["generate", MODEL, "--prompts", "prompts.txt", "--plan", "plan.toml", "--out", read]) == 2
+    assert f"--out is {read}; the texts would replace a file that is only read" in capsys.readouterr().err
+    assert Path(read).read_bytes() == before
+
+
 def test_texts_that_cannot_be_written_are_printed(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     (tmp_path / "net_to_speak.py").write_text(f"{SOURCE}\nimport os\nos.rmdir('gone')\n")

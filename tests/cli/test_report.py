@@ -42,7 +42,7 @@ def test_it_opens_the_page_where_that_is_asked(folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["absent.json"], "cannot read absent.json: No such file or directory"),
+        (["absent.json"], "cannot read absent.json: No such file or directory; pass a JSON document"),
         (["foreign.json"], "foreign.json is not a document of Flatout's"),
         (["text.json"], "text.json is not a JSON document"),
         (["check.json"], "check.json is a 'check' document"),

@@ -331,6 +331,16 @@ def test_a_malformed_plan_stops_before_the_script(run: Run, tmp_path: Path, toml
     assert run("print('started')", "--no-plan").stdout == "started\n"
 
 
+@pytest.mark.parametrize("read", ["train.py", "p.toml", "flatout.toml"])
+def test_a_report_replaces_no_file_that_is_read(run: Run, tmp_path: Path, read: str) -> None:
+    for name in ("p.toml", "flatout.toml"):
+        (tmp_path / name).write_text("[plan]\n")
+    refused = run("print('started')", "--plan", "p.toml", "--report", read)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "the report would replace a file that is only read" in refused.stderr
+    assert (tmp_path / read).read_text() in ("print('started')", "[plan]\n")
+
+
 @pytest.mark.parametrize("place", ["missing/run.json", ".", "train.py/run.json"])
 def test_a_report_that_cannot_be_is_refused_first(run: Run, place: str) -> None:
     refused = run("print('started')", "--report", place)
@@ -343,6 +353,7 @@ def test_a_report_that_cannot_be_is_refused_first(run: Run, place: str) -> None:
     [
         (["--no-plan", "--plan", "p.toml"], "--plan with --no-plan"),
         (["--no-plan", "--without", "compile"], "--without with --no-plan"),
+        (["--report", "x.json", "--no-report"], "--report with --no-report"),
         (["--check-deterministic", "--report", "x.json"], "--report with --check-deterministic"),
         (["--check-deterministic", "--serve"], "--serve with --check-deterministic"),
         (["--devices", "2", "--device", "cpu", "--prove", "--deterministic"], "--deterministic with --prove"),

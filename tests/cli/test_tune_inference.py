@@ -104,6 +104,8 @@ def test_the_next_command_can_be_run(
     ("words", "said"),
     [
         (["served.py:net", "x.npy", "--out", "no/where.toml"], "there is no folder"),
+        (["served.py:net", "x.npy", "--out", "x.npy"], "the plan would replace a file that is only read"),
+        (["served.py:net", "x.npy", "--out", "./served.py"], "the plan would replace a file that is only read"),
         (["served.py:net", "x.npy", "--exactness", "sloppy"], "'sloppy' is not one of"),
         (["served.py:net", "x.npy", "--task", "train"], "'train' is not one of 'predict', 'generate'"),
         (["served.py:net", "nothing.npy"], "nothing.npy"),

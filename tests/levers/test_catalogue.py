@@ -173,6 +173,7 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("matmul precision", CPU, SEEN, "no bf16"),
     ("matmul precision", TURING, ON_GPU, "no TF32"),
     ("matmul precision", AMX, replace(SEEN, matmul_precision="high"), "already"),
+    ("matmul precision", AMX, replace(SEEN, modules=(replace(MODULE, dtypes=("float64",)),)), "not fp32"),
     ("torch.compile", CPU, replace(SEEN, compiled_in_script=True), "already"),
     ("fused attention", CPU, SEEN, "no module computes attention"),
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(replace(WIDE, widest_output=65),)), "65 outputs"),

@@ -665,6 +665,35 @@ def test_evaluation(evaluates: bool, grad: bool, found: list[str]) -> None:
     assert any("total += model" in one.line[2] for one in seen.forwards)
 
 
+@pytest.mark.parametrize(
+    ("layers", "inputs", "found"),
+    [
+        ([], "one", []),
+        ([], "refilled", ["evaluation-in-train-mode"]),
+        ([nn.BatchNorm1d(1)], "one", ["evaluation-in-train-mode"]),
+    ],
+)
+def test_dropout_that_draws_several_samples_of_one_prediction(
+    layers: list[nn.Module], inputs: str, found: list[str]
+) -> None:
+    """Active learning asks with Monte Carlo dropout how sure a model is."""
+    model, held = net(*layers), data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+        if number % 4 == 3:
+            with torch.no_grad():
+                for _ in range(5):
+                    if inputs == "refilled":
+                        held.copy_(data())
+                    model(held)
+
+    assert names(watched(step, model)) == found
+
+
 def with_norm(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, width))
 

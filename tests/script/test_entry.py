@@ -196,6 +196,7 @@ def test_without_a_place_of_its_own_the_script_gets_none(
     [
         (["missing.py"], "error: no such script: missing.py; looked in "),
         (["folder"], "error: folder is a folder; a script is a file; run a package with -m\n"),
+        ([""], "error: the script is ''; a script is a file; name it, or a module with -m\n"),
         (["-m", "missing"], "error: No module named missing; looked along sys.path from "),
         (["-m", "package.missing"], "error: No module named package.missing; looked along"),
         (["-m", "package"], "error: No module named package.__main__; 'package' is a package and cannot"),
@@ -256,7 +257,7 @@ def test_check_says_where_a_script_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ScriptError, match=rf"{wrong}, line 2: SyntaxError"):
         Target(path=str(wrong)).check()
     wrong.write_bytes(b"x = 1\x00")
-    with pytest.raises(ScriptError):
+    with pytest.raises(ScriptError, match=rf"{wrong}: \w+: .*null bytes"):  # the line is not known
         Target(path=str(wrong)).check()
     with pytest.raises(UsageError, match="no such script"):
         Target(path=str(tmp_path / "none.py")).check()

@@ -306,6 +306,45 @@ def test_a_window_tells_where_the_time_goes(runner: Runner) -> None:
     assert (seen.modules[0].linears, seen.optimizers[0].kind, seen.step_kind) == (2, "SGD", "optimizer")
 
 
+@pytest.mark.parametrize("function", ["grad", "vmap"])
+def test_gradients_that_a_loss_is_made_of_take_a_backward_passs_time(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MAML's inner steps, gradient penalties and `torch.func.grad` are no Python of the script's own."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plain = torch.autograd.grad
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.01)
+        return plain(*args, **kwargs)
+
+    def per_sample(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    monkeypatch.setattr(torch.autograd, "grad", slow)
+    watch = Watch()
+    watch.install(torch)
+    watch.rows = []
+    try:
+        for _ in range(3):
+            if function == "grad":
+                x = batch().requires_grad_()
+                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                slope.square().mean().backward()
+            else:
+                weights = {name: weight.detach() for name, weight in model.named_parameters()}
+                slopes = torch.func.vmap(torch.func.grad(per_sample), in_dims=(None, 0))(weights, batch())
+                for name, weight in model.named_parameters():
+                    weight.grad = slopes[name].mean(0)
+            optimizer.step()
+        rows = watch.close_window()
+    finally:
+        watch.uninstall()
+    assert [row.parts["backward"] >= 0.01 for row in rows] == [True] * 3
+    assert [row.backwards for row in rows] == [function == "grad"] * 3  # the others are parts of a loss
+
+
 def test_a_teacher_belongs_to_the_step_and_an_averaged_model_to_evaluation() -> None:
     model, teacher, averaged = net(), net(), net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

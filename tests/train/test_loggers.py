@@ -290,3 +290,20 @@ def test_a_csv_log_replaces_no_link_and_no_device(tmp_path: Path) -> None:
         CSVLog(tmp_path / "pipe")
     with pytest.raises(MachineError, match="cannot be written: File name too long"):
         CSVLog("a" * 300)
+
+
+def test_a_failed_step_leaves_the_figures_of_those_before(tmp_path: Path) -> None:
+    """They are read together, every 32 steps, and the last ones before an error are those of interest."""
+    model = nn.Linear(4, 3)
+    calls = []
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(batch)
+        if len(calls) == 4:
+            raise RuntimeError("the fourth")
+        return model(batch).square().mean()
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    with pytest.raises(RuntimeError, match="the fourth"):
+        fit(step, batches(torch.randn(40, 4), 8), epochs=1, loggers=[CSVLog(tmp_path / "log.csv")])
+    assert [line.split(",")[0] for line in text(tmp_path / "log.csv")] == ["step", "1", "2", "3"]

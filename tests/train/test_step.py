@@ -517,6 +517,41 @@ def test_a_step_is_not_copied(copied: Callable[[TrainStep], object]) -> None:
     TrainStep(copied_model, copied_optimizer, step.loss_fn)(data(1)[0])
 
 
+class Averaging(TrainStep):
+    """As users write it: with a constructor, state and a loss of its own."""
+
+    def __init__(self, model: nn.Module, factor: float) -> None:
+        self.factor, self.calls = factor, 0
+        super().__init__(model, torch.optim.SGD(model.parameters(), 0.1), self.scaled, clip_norm=1.0)
+
+    def scaled(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return self.factor * (model(batch) ** 2).mean()
+
+    def __call__(self, batch: object) -> torch.Tensor:
+        self.calls += 1
+        return super().__call__(batch)
+
+
+def test_another_plan_leaves_a_subclass_as_it_is() -> None:
+    first = Averaging(nn.Linear(3, 2), 2.0)
+    first(torch.ones(4, 3))
+    step = first.with_plan(Plan(micro_batches=2))
+    assert type(step) is Averaging
+    assert (step.steps, step.calls, step.plan.micro_batches) == (1, 1, 2)
+    step.factor = 0.0
+    assert float(step(torch.ones(4, 3))) == 0.0, "its loss is a method of this step, not of the closed one"
+    assert (step.steps, step.calls, first.calls) == (2, 2, 1)
+
+
+def test_parts_of_a_single_sample_are_too_small_for_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.MSELoss()), Plan(micro_batches=2))
+    step((torch.randn(4, 3), torch.randn(4, 4)))
+    said = "a batch of 3 in 2 parts has parts of a single sample; layer 1 takes its statistics from at least 2"
+    with pytest.raises(UsageError, match=said):
+        step((torch.randn(3, 3), torch.randn(3, 4)))
+
+
 class Counting(torch.optim.SGD):
     calls = 0
 

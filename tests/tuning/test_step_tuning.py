@@ -19,9 +19,11 @@ import flatout
 from flatout.errors import UsageError
 from flatout.levers.lever import Choice, Verdict, offer
 from flatout.levers.observed import Observed
+from flatout.levers.optimizer_in_backward import OptimizerInBackward
 from flatout.levers.subject import Subject
 from flatout.levers.threads import Threads
 from flatout.machine.description import Machine
+from flatout.machine.detect import detect
 from flatout.machine.device import CpuDevice, Mark
 from flatout.plan import Plan
 from flatout.script.numerics import NumericsRequest
@@ -348,6 +350,15 @@ def test_the_windows_of_a_turn_are_of_the_same_batches(tmp_path: Path) -> None:
             found = compare_arms(Arm(trial), Arm(trial, [other]), replace(pace, most_pairs=6))
             assert found.comparison.ratio == pytest.approx(1.0, abs=1e-6)
             assert len(set(found.baseline_medians)) > 1
+
+
+def test_updates_in_backward_are_left_to_what_saves_memory(tmp_path: Path) -> None:
+    """What follows backward() in the loop here says nothing about the step's own."""
+    trials = StepTrials(step=training(), batches=data(), shared_folder=tmp_path)
+    with trials.trial() as trial:
+        trial.start()
+        verdict = OptimizerInBackward().applies(detect(), trial.describe())
+    assert "flatout.fit_to_memory tries it" in verdict.reason
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), True, "60"])

@@ -86,7 +86,7 @@ class Option:
 def thread_options(machine: Machine) -> list[Option]:
     """Numbers of threads worth trying on this CPU."""
     seen = Observed(device="cpu", threads=torch.get_num_threads())
-    return [Option(label=f"{n} threads", choices={"threads": n}) for n in Threads().applies(machine, seen).values]
+    return [Option(label=f"threads {n}", choices={"threads": n}) for n in Threads().applies(machine, seen).values]
 
 
 @dataclass(frozen=True, kw_only=True)

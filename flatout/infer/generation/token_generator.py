@@ -123,6 +123,14 @@ class TokenGenerator:
                 limit = f"the model's has {own}, and a guess must mean the same to both"
                 raise UsageError(what, limit=limit, remedy="use a draft of the same tokenizer")
 
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """Raises UsageError: the prepared weights follow this very model, and kernels hold their addresses."""
+        raise UsageError(
+            "a TokenGenerator cannot be copied or pickled",
+            limit="it follows its own model, in this process",
+            remedy="copy or pickle the model, and make another of it: flatout.TokenGenerator(model, plan)",
+        )
+
     @property
     def engine(self) -> Engine:
         """What runs the passes."""

@@ -62,9 +62,11 @@ def calling_of(model: nn.Module) -> Calling:
     config = getattr(model, "config", None)
     hugging_face = hasattr(model, "main_input_name") and config is not None
     padding_id = getattr(config, "pad_token_id", None) if hugging_face else None
-    vocabulary, sure = _vocabulary(model, config)
+    main = str(model.main_input_name) if hugging_face else None
+    # The first input of speech or vision models is no ids: their embeddings are of the decoder's.
+    vocabulary, sure = _vocabulary(model, config) if main is None or main.endswith("ids") else (None, True)
     return Calling(
-        input_name=str(model.main_input_name) if hugging_face else None,
+        input_name=main,
         mask_name=mask_name,
         mask_style=_MASKS[mask_name] if mask_name else "ones",
         mask_required=mask_name is not None and names[mask_name].default is inspect.Parameter.empty,

@@ -159,6 +159,14 @@ class Predictions:
     def __next__(self) -> Output:
         return next(self._ready)
 
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """Raises UsageError: as any iterator, it is in the middle of something."""
+        raise UsageError(
+            "Predictions cannot be copied or pickled",
+            limit="they are made as they are read",
+            remedy="copy or pickle the outputs: predictions.collect()",
+        )
+
     def show_progress(self, total: int | None) -> None:
         """Show a progress bar on stderr from now on, for `total` inputs (None: unknown)."""
         self._ready = self._with_bar(self._ready, total)

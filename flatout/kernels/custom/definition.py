@@ -113,7 +113,8 @@ def execute_file(file: Path) -> ModuleType:
     except FlatoutError:
         raise
     except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}"
+        # of a file that is no text neither is known
+        where = str(file) if error.lineno is None else f"{error.filename}, line {error.lineno}"
         raise UsageError(f"{where}: {type(error).__name__}: {error.msg}", limit="Python cannot run it") from error
     except ModuleNotFoundError as error:
         remedy = f"pip install {error.name}" if error.name == "triton" else "install it, or run where it is installed"

@@ -17,7 +17,7 @@ BF16 = Option(label="bf16", choices={"precision": "bf16"})
 INT8 = Option(label="int8", choices={"weights": "int8"}, replaces=("precision",))
 COMPILED = Option(label="compile", choices={"compile": "default"})
 FOLDED = Option(label="folded", choices={"fold_batch_norm": True})
-ONE_THREAD = Option(label="1 threads", choices={"threads": 1})
+ONE_THREAD = Option(label="threads 1", choices={"threads": 1})
 
 
 class FakeClock:
@@ -117,7 +117,7 @@ def test_a_failure_is_a_dropped_trial_with_its_reason() -> None:
         return 0.2
 
     search = searched(Fake(halved_by("threads"), first=breaks), COMPILED, BF16, ONE_THREAD)
-    assert outcomes(search) == [("compile", "failed"), ("bf16", "failed"), ("1 threads", "kept")]
+    assert outcomes(search) == [("compile", "failed"), ("bf16", "failed"), ("threads 1", "kept")]
     assert search.state.trials[0].reason == "RuntimeError: no compiler"
     assert search.state.trials[1].reason.startswith("out of memory")
 
@@ -142,7 +142,7 @@ def test_what_cannot_stand_beside_a_kept_choice_is_tried_in_its_place() -> None:
 
 def test_exactness_bounds_what_is_tried_and_the_sample_has_the_last_word() -> None:
     search = searched(Fake(halved_by("precision", "threads")), BF16, ONE_THREAD, exactness="rounding")
-    assert outcomes(search) == [("1 threads", "kept")]
+    assert outcomes(search) == [("threads 1", "kept")]
     assert not_tried(search) == [("bf16", "it is reduced, and exactness is rounding")]
     wild = Fake(halved_by("threads"), error=lambda chosen: 0.01 if "threads" in chosen else 0.0)
     (trial,) = searched(wild, ONE_THREAD, exactness="rounding").state.trials
@@ -213,7 +213,7 @@ def test_what_a_later_choice_made_useless_goes() -> None:
         return 0.1 if "threads" in chosen else 0.2
 
     search = searched(Fake(seconds), ONE_THREAD, BF16)
-    assert outcomes(search) == [("1 threads", "dropped"), ("bf16", "kept")]
+    assert outcomes(search) == [("threads 1", "dropped"), ("bf16", "kept")]
     assert search.state.trials[0].reason.startswith("no longer helps with those kept after it: x1.6")
     assert search.current.plan.choices() == {"precision": "bf16"}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -434,3 +437,9 @@ def test_nan_behind_a_guess_counts_where_the_guess_was_right(says: int, right: b
             guesser.advance(engine, [text])
     else:
         assert guesser.advance(engine, [text])[0] == [[4]]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_generator_is_not_copied(copied: Callable[[object], object]) -> None:
+    with pytest.raises(UsageError, match=r"a TokenGenerator cannot be copied or pickled; .* copy or pickle the model"):
+        copied(TokenGenerator(model("own GPT-2")))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -479,3 +480,25 @@ def test_counts_may_be_numpys() -> None:
     predictions = predictor(list(torch.randn(6, 8)))
     assert len(predictions.collect()) == 6
     json.dumps(predictions.figures.to_json())
+
+
+def test_speech_goes_into_an_encoder_that_has_no_vocabulary() -> None:
+    """Whisper's embeddings are of its decoder's ids, and its first input is audio."""
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"d_model": 16, "max_source_positions": 10, "max_target_positions": 12, "num_mel_bins": 4}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    layers = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads"), 2
+    )
+    config = transformers.WhisperConfig(vocab_size=WORDS, **sizes, **ids, **layers)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    inputs = [{"input_features": torch.randn(4, 20), "decoder_input_ids": torch.tensor([1, 5, 7])} for _ in range(5)]
+    for found, one in zip(flatout.predict(model, inputs), inputs, strict=True):
+        alone = model(**{name: part[None] for name, part in one.items()})
+        torch.testing.assert_close(found["logits"], alone.logits[0].detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_results_under_way_are_not_copied(copied: Callable[[object], object]) -> None:
+    with pytest.raises(UsageError, match=r"Predictions cannot be copied or pickled; .* predictions\.collect"):
+        copied(flatout.predict(nn.Linear(3, 2), [torch.ones(3)]))

@@ -72,6 +72,7 @@ def test_a_class_and_a_dict_of_a_file(tmp_path: Path) -> None:
         (GOOD + "timing = {'width': 0}", "timing is"),
         ("x = 1 / 0", "written_kernel.py, line 1: ZeroDivisionError"),
         ("def f(:", "line 1: SyntaxError"),
+        ("x = 1\0", r"written_kernel.py: SyntaxError: .*null bytes"),
         ("import no_such_module_here", "no module named 'no_such_module_here'"),
         ("raise SystemExit(3)", "SystemExit: 3"),
     ],
