@@ -229,19 +229,23 @@ def shares_of_batch(plan: Plan, ranks: int) -> int:
     return ranks // together
 
 
+_MAKE_ONE = "make one with: flatout tune SCRIPT, or for inference: flatout tune-inference MODEL INPUTS"
+
+
 def read_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in this file."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        remedy = "make one with: flatout tune SCRIPT, or for inference: flatout tune-inference MODEL INPUTS"
-        raise UsageError(f"no plan at {path}", remedy=remedy) from None
+        raise UsageError(f"no plan at {path}", remedy=_MAKE_ONE) from None
     except OSError as error:
         remedy = "name a file that you may read"
         raise UsageError(f"cannot read the plan {path}: {error.strerror}", remedy=remedy) from error
     except UnicodeDecodeError as error:
         what = f"{path}: byte {error.start} is 0x{error.object[error.start]:02x}"
         raise PlanError(what, limit="a plan is UTF-8 text", remedy="save it as UTF-8") from error
+    if not text.strip():  # as a full disk leaves a file that is copied
+        raise PlanError(f"the plan {path} is empty", limit="one without choices has a line [plan]", remedy=_MAKE_ONE)
     return Plan.from_toml(text, str(path))
 
 

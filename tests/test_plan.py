@@ -414,6 +414,9 @@ def test_a_full_disk_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_unusable_path_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no plan at .*absent.toml; make one with: flatout tune SCRIPT"):
         read_plan(tmp_path / "absent.toml")
+    (tmp_path / "cut.toml").write_text("\n")
+    with pytest.raises(PlanError, match=r"the plan .*cut.toml is empty; one without choices has a line \[plan\]"):
+        read_plan(tmp_path / "cut.toml")
     with pytest.raises(UsageError, match="Is a directory"):
         read_plan(tmp_path)
     with pytest.raises(UsageError, match="No such file or directory; name a place you may write"):

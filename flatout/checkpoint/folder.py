@@ -84,7 +84,7 @@ class Checkpoints:
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """Raises UsageError: two would each write the folder, and a save in flight belongs to a thread here."""
         raise UsageError(
-            f"the Checkpoints of {self.folder} cannot be copied or pickled",
+            f"the Checkpoints of {self.folder} cannot be copied, or sent to another process",
             limit="one of them writes its folder",
             remedy="pass the folder, and make one of it where it is used: flatout.Checkpoints(folder).load()",
         )

@@ -54,6 +54,9 @@ def export(
     from flatout.report.document import to_text
     from flatout.report.export_text import export_document, export_text
 
+    if name and Path(name).name != name:
+        limit = "it is the name of files in the folder of --out"
+        raise UsageError(f"--name is {name}", limit=limit, remedy="leave the folders to --out")
     formats = [one.strip() for one in format.split(",") if one.strip()]
     with stdout_to_stderr():
         module, example = _model_and_inputs(model, inputs or [])

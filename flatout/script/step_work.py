@@ -110,15 +110,16 @@ class _WorkMode(ListeningMode):
         if flops >= _LEAST_FLOPS.get(packet_of(func), math.inf):
             self.large_flops += flops
 
-    def _count_targets(self, scores: object, targets: object, *others: object) -> None:
-        """others: weights of the classes, how the losses are reduced, and which target is ignored."""
+    def _count_targets(
+        self, scores: object, targets: object, weight: object = None, reduction: object = None, ignored: object = None
+    ) -> None:
+        """Arguments of torch's nll_loss; ignored: the target that does not count."""
         if not isinstance(scores, torch.Tensor) or type(targets) is not torch.Tensor:
             return
-        ignore_index = others[-1]
-        if isinstance(ignore_index, int) and targets.device.type == "cpu" and targets.numel():
+        if isinstance(ignored, int) and targets.device.type == "cpu" and targets.numel():
             classes = scores.shape[min(1, scores.ndim - 1)]
             self._targets[classes] += targets.numel()
-            self._ignored[classes] += int(targets.eq(ignore_index).sum())
+            self._ignored[classes] += int(targets.eq(ignored).sum())
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         """Count denormals among fp32 values on the CPU, where they may be slow."""

@@ -265,5 +265,5 @@ def test_a_folder_that_is_removed_within_a_save_is_named_and_made_again(
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_what_writes_a_folder_is_not_copied(tmp_path: Path, copied: Callable[[object], object]) -> None:
-    with pytest.raises(UsageError, match="cannot be copied or pickled; one of them writes its folder; pass the folder"):
+    with pytest.raises(UsageError, match="cannot be copied, or sent to another process; one of them writes its folder"):
         copied(Checkpoints(tmp_path))

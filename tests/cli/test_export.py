@@ -88,6 +88,7 @@ def test_specs_and_a_failure_that_names_its_line(tmp_path: Path, capsys: Any) ->
         (["net_to_export.py:made", "--format", "tflite"], "format is 'tflite'"),
         (["net_to_export.py:made", "--dynamic", "all"], "'all' is not one of 'batch', 'length', 'none'"),
         (["net_to_export.py:made", "--out", "net_to_export.py"], "cannot make net_to_export.py"),
+        (["net_to_export.py:made", "--name", "../x"], "--name is ../x; it is the name of files in the folder of --out"),
         (["net_to_export.py:broken"], "fails on the example inputs at net_to_export.py, line 11"),
         (["net_to_export.py:Net", "--input", "float32[2,8]"], "fails on the example inputs"),
     ],

@@ -155,7 +155,7 @@ def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
         given - 1, TrainStep(model, optimizer, LOSS), batch, progress=told.append
     )  # parts of 1 sample: no variance
     assert found.forecast.peak_bytes < given
-    assert any(line.startswith("left out micro_batches=16: ValueError") for line in told)
+    assert any(line.startswith("left out micro_batches=16: UsageError") for line in told)
     exact = fit_to_memory(
         given - 1, TrainStep(model, optimizer, LOSS), batch, exactness="rounding", progress=told.append
     )

@@ -74,7 +74,8 @@ def test_the_number_that_is_faster_and_proved_is_in_the_plan(tmp_path: Path, mon
     found = tuned(tmp_path, "nn.Tanh()", monkeypatch)
     assert found.devices is not None
     assert found.devices.chosen == 2, found.devices
-    assert found.devices.trials[0].predicted is not None
+    # on a busy machine what ranks exchange may not be measurable, and nothing is predicted then
+    assert (found.devices.trials[0].predicted is None) == (found.devices.exchange is None)
     assert found.devices.proof is not None
     assert found.devices.proof.samples_equal
     assert found.plan.choices() == {"devices": 2}
