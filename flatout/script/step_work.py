@@ -32,6 +32,8 @@ MOST_VALUES = 1 << 16
 """Values of a tensor that are checked: where denormal numbers slow a step down, there are many."""
 TURNS = 20
 TINY = torch.finfo(torch.float32).tiny
+MOST_PADDING = 128
+"""Outputs of a last layer beyond a vocabulary, which is rounded up: their scores are cut off before the loss."""
 _TAKEN_OVER = {
     "mm": 2 * LEAST_IN_LINEAR,
     "addmm": 2 * LEAST_IN_LINEAR,
@@ -82,7 +84,10 @@ class _WorkMode(ListeningMode):
     def ignored_flops(self) -> float:
         """Of products for scores that no target needs: the share of a loss's targets that it ignores."""
         return sum(
-            self._wide_flops[classes] * count / self._targets[classes] for classes, count in self._ignored.items()
+            flops * count / self._targets[classes]
+            for classes, count in self._ignored.items()
+            for width, flops in self._wide_flops.items()
+            if classes <= width <= classes + MOST_PADDING
         )
 
     def listen(self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
