@@ -131,7 +131,7 @@ class Proposals:
 
     def _belongs_in_a_bundle(self, choice: Choice, trial_seconds: float) -> bool:
         quick = not choice.lever.compiles and self._start_seconds(choice) <= trial_seconds
-        return quick and choice.lever.aim == "time" and self.saving(choice).expected >= BUNDLE_SAVING
+        return quick and self.saving(choice).expected >= BUNDLE_SAVING  # of time, also where it is there for memory
 
     def _start_seconds(self, choice: Choice | None) -> float:
         """Of a trial that it has to be on from the start of; 0 where it can be switched on in a live one."""
