@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -51,3 +52,8 @@ def own_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that is spread over ranks (a DTensor), in the same memory; any other one itself."""
     to_local = getattr(tensor, "to_local", None)  # `isinstance` would import torch.distributed.tensor everywhere
     return tensor if to_local is None else to_local()
+
+
+def names_of_types(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
+    """('bfloat16', 'float32'): each once, in alphabetical order."""
+    return tuple(sorted({str(one).removeprefix("torch.") for one in dtypes}))

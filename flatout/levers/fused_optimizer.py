@@ -13,7 +13,7 @@ from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 from flatout.parameters import Saved, parameters_of
-from flatout.precision.fused_sgd import untrained_types
+from flatout.precision.fused_sgd import types_lost_if_fused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -269,7 +269,7 @@ def _loses_updates(optimizer: Optimizer) -> bool:
     """Is it an SGD that would not train all of its weights if it were fused?"""
     import torch
 
-    return type(optimizer) is torch.optim.SGD and bool(untrained_types(parameters_of(optimizer)))
+    return type(optimizer) is torch.optim.SGD and bool(types_lost_if_fused(parameters_of(optimizer)))
 
 
 def _holds_tensor(value: object) -> bool:

@@ -20,19 +20,19 @@ ELEMENTS = 64
 """At least a vector of every processor."""
 
 
-def untrained_types(parameters: Iterable[Tensor]) -> set[torch.dtype]:
-    """Types of those that an SGD with fused=True would leave as they are."""
+def types_lost_if_fused(parameters: Iterable[Tensor]) -> set[torch.dtype]:
+    """Types of those whose updates an SGD would lose if it were built with fused=True."""
     in_16_bits = {one.dtype for one in parameters if one.is_cpu and one.dtype.itemsize == 2}
     return {dtype for dtype in in_16_bits if not _stores_updates(dtype)}
 
 
-def types_not_trained(optimizer: Optimizer) -> set[torch.dtype]:
-    """Types of the weights that an optimizer leaves as they are, as it is an SGD that was built with fused=True."""
+def types_lost_by(optimizer: Optimizer) -> set[torch.dtype]:
+    """Types of weights whose updates an optimizer loses, because it is an SGD that was built with fused=True."""
     import torch
 
     if type(optimizer) is not torch.optim.SGD:
         return set()
-    return untrained_types(one for group in optimizer.param_groups if group.get("fused") for one in group["params"])
+    return types_lost_if_fused(one for group in optimizer.param_groups if group.get("fused") for one in group["params"])
 
 
 @functools.cache

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,8 +29,8 @@ from flatout.environment import variables
 from flatout.levers.observed import StepWork
 from flatout.levers.subject import Subject
 from flatout.machine.process_memory import page_fault_seconds
-from flatout.parameters import parameters_of
-from flatout.precision.fused_sgd import types_not_trained
+from flatout.parameters import names_of_types, parameters_of
+from flatout.precision.fused_sgd import types_lost_by
 from flatout.script.behaviour_seen import Behaviour, CompileSeen, GraphBreakSeen, ParallelSeen, WorkersSeen
 from flatout.script.describe import own_source_files
 from flatout.script.device_calls import device_name
@@ -51,7 +51,6 @@ from flatout.torch_private.compiler import (
 from flatout.torch_private.dispatch import current_dispatch_mode, profiler_is_on, without_torch_function
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.utils.data import DataLoader
 
@@ -305,8 +304,8 @@ class BehaviourWatch:
             schedulers=update.schedulers(_scheduler_warned()),
             idle_schedulers=update.idle_schedulers(self._schedulers),
             remade_optimizers=update.remade_optimizers(),
-            optimizer_dtypes=_names(one.dtype for one in parameters),
-            untrained_dtypes=_names(one for optimizer in update.optimizers for one in types_not_trained(optimizer)),
+            optimizer_dtypes=names_of_types(one.dtype for one in parameters),
+            untrained_dtypes=names_of_types(one for optimizer in update.optimizers for one in types_lost_by(optimizer)),
             optimizer_lines=update.optimizer_lines,
             outside_optimizer=update.gradients.outside_optimizer(
                 self._subject.optimizers, lambda: _alive(torch.optim.Optimizer)
@@ -436,10 +435,6 @@ def _debug_settings() -> Iterator[str]:
 def _alive(kind: type[T]) -> list[T]:
     """Every one that Python holds, such as optimizers that step rarely."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
-    return tuple(sorted({str(one).removeprefix("torch.") for one in dtypes}))
 
 
 def _devices(modules: list[nn.Module]) -> tuple[dict[str, int], str]:

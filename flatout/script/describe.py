@@ -19,6 +19,7 @@ from flatout.levers.compile import repeated_blocks, shapes_of
 from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
+from flatout.parameters import names_of_types
 from flatout.precision.denormals import flushed_here
 from flatout.precision.matmul import current_matmul_precision
 from flatout.script.device_calls import device_name
@@ -176,7 +177,7 @@ def _see_module(module: nn.Module) -> ModuleSeen:
         convolutions=len(convolutions),
         linears=sum(isinstance(m, torch.nn.Linear) for m in inner),
         batch_norms=sum(isinstance(m, (BatchNorm1d, BatchNorm2d, BatchNorm3d)) for m in inner),
-        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})),
+        dtypes=names_of_types(p.dtype for p in module.parameters()),
         repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
         repeated_blocks=len(blocks),
         block_shapes=max(1, len(shapes_of(blocks))),

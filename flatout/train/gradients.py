@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import NumericsError, UsageError
 from flatout.parallel.whole_tensors import total_norm
 from flatout.parameters import parameters_of
-from flatout.precision.fused_sgd import types_not_trained
+from flatout.precision.fused_sgd import types_lost_by
 from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
 from flatout.train.readings import HostCopy
 
@@ -182,7 +182,7 @@ def check_scalable(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> No
 
 def check_trained(optimizer: Optimizer) -> None:
     """UsageError for an optimizer whose kernel does not store its updates of these weights."""
-    for dtype in types_not_trained(optimizer):
+    for dtype in types_lost_by(optimizer):
         raise UsageError(
             f"the optimizer is an SGD with fused=True, and weights on the CPU are {str(dtype).removeprefix('torch.')}",
             limit="torch's fused SGD does not store updates of such weights (pytorch issue 191763)",

@@ -13,7 +13,7 @@ from flatout.errors import UsageError
 from flatout.levers.fused_optimizer import FusedOptimizer
 from flatout.levers.subject import Subject
 from flatout.plan import Plan
-from flatout.precision.fused_sgd import untrained_types
+from flatout.precision.fused_sgd import types_lost_if_fused
 from flatout.train.loss import supervised
 from flatout.train.step import TrainStep
 
@@ -166,7 +166,7 @@ def test_the_fused_sgd_is_not_used_where_it_stores_nothing(dtype: torch.dtype) -
 
     (plain, _), (planned, step) = trained(Plan()), trained(Plan(optimizer="fused"))
     torch.testing.assert_close(planned, plain)
-    lost = untrained_types([plain])  # which versions of torch store them is theirs to say
+    lost = types_lost_if_fused([plain])  # which versions of torch store them is theirs to say
     why = "on a CPU torch's fused SGD leaves weights in 16 bits as they are"
     assert [one for _, one in step.rolled_back] == [why] * len(lost)
 
@@ -175,7 +175,7 @@ def test_the_fused_sgd_is_not_used_where_it_stores_nothing(dtype: torch.dtype) -
 def test_a_step_refuses_a_fused_sgd_that_stores_nothing(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(64, 64, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, fused=True)
-    if not untrained_types(model.parameters()):
+    if not types_lost_if_fused(model.parameters()):
         pytest.skip("this torch stores what its fused SGD computes")
     with pytest.raises(UsageError, match=r"an SGD with fused=True, and weights on the CPU are .*float16"):
         TrainStep(model, optimizer, lambda model, batch: model(batch).float().mean())

@@ -289,6 +289,9 @@ def test_levers_that_are_predicted_to_help_are_tried_at_once_where_there_is_no_t
     assert {"optimizer", "memory_format"} <= {choice.field for choice in bundle}
     assert all(choice.lever.switch == "live" and not choice.lever.compiles for choice in bundle)
     assert "threads" not in {choice.field for choice in bundle}  # nobody knows whether fewer would help
+    masked = (replace(STEP.modules[0], widest_output=30_000),)
+    asked.state.observed = replace(asked.state.observed, modules=masked, flops_per_step=1e12, ignored_share=0.3)
+    assert "loss" in {choice.field for choice in asked.bundle()}, "it is there for memory, and here saves time too"
     quick = {name: seconds / 100 for name, seconds in parts.items()}
     asked.state.observed = asked.state.first_observed = replace(STEP, step_seconds=0.0042, breakdown_seconds=quick)
     assert asked.bundle() == ()
